@@ -41,6 +41,7 @@ HEADING = {
     "schedule": "[Schedules](schedules.md).",
     "learner": "What trains: [GPUs and many nodes](scaling.md).",
     "critic": "A model of values beside the policy: [PPO with a critic](critic.md).",
+    "teacher": "A policy that the trained one is led to: [Distillation](distillation.md).",
     "cluster": "Processes and what travels between them: [GPUs and many nodes](scaling.md), "
     "[Resume and faults](faults.md).",
     "evaluation": "Held-out prompts.",

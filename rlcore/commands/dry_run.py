@@ -302,6 +302,7 @@ def _learner(config: RunConfig) -> list[str]:
         *_changed(spec),
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
         *([f"critic: {_settings(config.critic)}"] if config.critic.trained else []),
+        *([f"teacher: {_settings(config.teacher)}"] if config.teacher.used else []),
     ]
 
 

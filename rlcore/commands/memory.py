@@ -16,6 +16,7 @@ from rlcore.planner.memory import (
     ModelSizes,
     Parts,
     actor_rank,
+    frozen_model,
     in_words,
     learner_host,
     learner_rank,
@@ -204,12 +205,12 @@ def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
 
 def _waiting(config: RunConfig, sizes: ModelSizes) -> Parts:
     parts = waiting_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
-    return parts | _critic(config, sizes)
+    return parts | _critic(config, sizes) | _teacher(config, sizes)
 
 
 def _rank(config: RunConfig, sizes: ModelSizes) -> Parts:
     parts = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
-    return parts | _critic(config, sizes)
+    return parts | _critic(config, sizes) | _teacher(config, sizes)
 
 
 def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
@@ -219,6 +220,16 @@ def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
         return {}
     trained = _adapted(config, config.critic.lora)
     return {"critic": total(waiting_rank(sizes, config.learner, trained=trained))}
+
+
+def _teacher(config: RunConfig, sizes: ModelSizes) -> Parts:
+    """Return what a teacher's own models hold; a folder of unusual names counts as the policy."""
+    spec = config.teacher
+    if spec.kind not in ("frozen", "previous"):
+        return {}
+    paths: list[str | None] = [*spec.paths.values()] or [spec.path]
+    found = [sizes if path is None else _folder(path) or sizes for path in paths]
+    return {"teacher": sum(frozen_model(own, config.learner) for own in found)}
 
 
 def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:
@@ -253,8 +264,12 @@ def _sizes(config: RunConfig, tokenizer: Any) -> ModelSizes | None:
     if config.model.path is None:
         assert config.model.fresh is not None
         return _fresh(config.model.fresh, len(tokenizer))
+    return _folder(config.model.path)
+
+
+def _folder(path: str) -> ModelSizes | None:
     try:
-        return ModelSizes.of(read_config(config.model.path), read_shapes(config.model.path))
+        return ModelSizes.of(read_config(path), read_shapes(path))
     except KeyError:
         return None
 

@@ -47,6 +47,8 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
                 "both models the same.",
             )
         _check_heads(f"actor.{label}", model, actor)
+    for key, path in _teachers(config).items():
+        _compatible(config, key, path, size, tokenizer, "distances to it")
     plain = evaluation_actor(config)
     if plain is not None:
         _check_heads(f"evaluation.dense_actor, as actor.{next(iter(config.actor))}", policy, plain)
@@ -266,25 +268,40 @@ def _draft(
 ) -> dict[str, Any]:
     """The draft's config.json. `vocab_size`, `tokenizer`: the policy's."""
     key = f"actor.{label}.draft_path"
-    draft = read_config(path, key=key)
-    check_dense(draft, whose=f"{key}={path}")
+    return _compatible(config, key, path, vocab_size, tokenizer, "ratios between them")
+
+
+def _teachers(config: RunConfig) -> dict[str, str]:
+    """Folders of teachers by key."""
+    spec = config.teacher
+    found = {f"teacher.paths.{task}": path for task, path in spec.paths.items()}
+    return found | ({"teacher.path": spec.path} if spec.path is not None else {})
+
+
+# six parameters: the policy's part is what the model is compared with
+def _compatible(
+    config: RunConfig, key: str, path: str, vocab_size: int, tokenizer: Any, what: str
+) -> dict[str, Any]:
+    """The config.json of a model whose tokens are compared with the policy's, which has this
+    `vocab_size` and `tokenizer`. `what` would mean nothing otherwise."""
+    model = read_config(path, key=key)
+    check_dense(model, whose=f"{key}={path}")
     refuse(
-        is_masked(draft),
+        is_masked(model),
         f"{key}={path} is a masked-diffusion model, which only a policy can be: choose a causal "
         "model.",
     )
     weight_files(path, key=key)
-    check_length(draft, config.model.max_len, whose=f"{key}={path}")
+    check_length(model, config.model.max_len, whose=f"{key}={path}")
     other = _other_vocabulary(
-        load_tokenizer(path, key=key), tokenizer, int(draft["vocab_size"]), vocab_size
+        load_tokenizer(path, key=key), tokenizer, int(model["vocab_size"]), vocab_size
     )
     refuse(
         bool(other),
         f"{key}={path} has another vocabulary than model.path={config.model.path} ({other}): "
-        "ratios between them mean nothing; choose a draft with the policy's tokenizer and "
-        "vocab_size.",
+        f"{what} mean nothing; choose a model with the policy's tokenizer and vocab_size.",
     )
-    return draft
+    return model
 
 
 def _other_vocabulary(drafted: Any, tokenizer: Any, size: int, policy_size: int) -> str:

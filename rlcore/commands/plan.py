@@ -146,6 +146,11 @@ def check_simulated(config: RunConfig) -> None:
         f"critic={config.critic.kind} cannot be planned: the time of a critic is not simulated. "
         "Plan the run with critic=none and another algorithm.",
     )
+    refuse(
+        config.teacher.used,
+        f"teacher={config.teacher.kind} cannot be planned: the time of a teacher is not simulated. "
+        "Plan the run with teacher=none.",
+    )
     for label, actor in config.actor.items():
         refuse(
             actor.kv_on_update == "keep" and config.schedule.on_publish == "in_flight",

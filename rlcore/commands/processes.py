@@ -340,6 +340,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
         critic=config.critic,
+        teacher=config.teacher,
         rounding=derived.learner_rounding(config),
         bitwise_positions=config.model.max_len if config.bitwise else 0,
         strata=config.strata,

@@ -30,6 +30,7 @@ from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
 from rlcore.models.text import encode_text
+from rlcore.objectives.specs import TeacherSpec
 from rlcore.registry import load_object
 from rlcore.seeding import derive_seed
 from rlcore.spec import refuse
@@ -255,6 +256,7 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
             "algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0}),
             "critic": CriticSpec(),
             "bitwise": False,  # a kept model is that of any run
+            "teacher": TeacherSpec(),
         }
     )
 

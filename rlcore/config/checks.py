@@ -17,6 +17,7 @@ from rlcore.config.places import check_colocated, check_gpu_shares
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
+from rlcore.config.teacher import check_teacher
 from rlcore.corrections.covariance import KlCovSpec
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.tis import TisSpec
@@ -483,6 +484,7 @@ RULES = (
     check_round_as,
     check_bitwise,
     check_critic,
+    check_teacher,
     _epochs,
     _losses,
     _whole_corrections,

@@ -50,6 +50,7 @@ from rlcore.config.sentences import closest, one_line, validate
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.files import HUB_NAME, hub_folders, prepared_set
+from rlcore.objectives.specs import TeacherSpec
 from rlcore.spec import refuse
 from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.tasks.row_files import CACHED
@@ -84,6 +85,7 @@ def absolute(config: RunConfig) -> RunConfig:
         "logging": config.logging.model_copy(
             update={"sinks": tuple(_code(name) for name in config.logging.sinks)}
         ),
+        "teacher": _teacher(config.teacher),
         "learner": learner.model_copy(
             update={
                 "engine": _code(learner.engine),
@@ -119,6 +121,11 @@ def _actor(actor: ActorSection) -> ActorSection:
     update = {"draft_path": _path(actor.draft_path), "engine": _code(actor.engine)}
     own = actor.correction and _corrections(actor.correction)
     return actor.model_copy(update={**update, "correction": own})
+
+
+def _teacher(teacher: TeacherSpec) -> TeacherSpec:
+    paths = {task: _model(path) for task, path in teacher.paths.items()}
+    return teacher.model_copy(update={"path": _model(teacher.path), "paths": paths})
 
 
 def _corrections(corrections: CorrectionList) -> CorrectionList:

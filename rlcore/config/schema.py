@@ -41,7 +41,7 @@ from rlcore.loop.specs import (
 )
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.models.specs import ModelSpec
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec
 from rlcore.registry import resolve
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import Spec, Unread, refuse, setting
@@ -295,6 +295,7 @@ class RunConfig(Spec):
     schedule: ScheduleSpec = ScheduleSpec()
     learner: LearnerSpec = LearnerSpec()
     critic: CriticSpec = CriticSpec()
+    teacher: TeacherSpec = TeacherSpec()
     cluster: ClusterSection = ClusterSection()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

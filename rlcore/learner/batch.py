@@ -120,6 +120,27 @@ class TurnSpans:
 
 
 @dataclass(slots=True)
+class TeacherScores:
+    """A teacher's log-probs of a batch's tokens, [B, T] or [B, T, k]."""
+
+    on: Tensor  # bool: the token has a teacher
+    logp: Tensor  # of the sampled token; 0 without a teacher
+    ids: Tensor  # int64, its likeliest tokens; -1 without one
+    logp_at: Tensor  # their log-probs; -inf without one
+
+    @classmethod
+    def nothing(cls, mask: Tensor, k: int) -> TeacherScores:
+        """Of a batch before it is scored. mask [B, T]."""
+        shape, device = mask.shape, mask.device
+        return cls(
+            torch.zeros(shape, dtype=torch.bool, device=device),
+            torch.zeros(shape, device=device),
+            torch.full((*shape, k), -1, device=device),
+            torch.full((*shape, k), -torch.inf, device=device),
+        )
+
+
+@dataclass(slots=True)
 class StepBatch:
     """One rank's whole groups of a step: B episodes of at most T sampled tokens. B may be 0."""
 
@@ -137,6 +158,7 @@ class StepBatch:
     values: Tensor | None = None  # [B, T] of a critic, as the phase began
     states: States | None = None  # that a critic values
     estimates: Estimates | None = None  # of these states, what the critic is trained on
+    teacher: TeacherScores | None = None  # as the phase began
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
     unstored: int = 0  # tokens whose kept set is not in their record (`KEPT_MASS`)
     # where log-probs are estimates: some of its records under two draws (`LogProbEstimator.twice`)

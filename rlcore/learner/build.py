@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
-from rlcore.learner.policy import Attention, Policy, Replay, load_causal_lm
+from rlcore.learner.policy import Attention, FrozenPolicy, Policy, Replay, load_causal_lm
 from rlcore.learner.protocols import Companion, LogProbEstimator, TrainEngine
 from rlcore.learner.ranks import RankReduce, Shards, join_groups, join_ranks
 from rlcore.learner.rounded import RoundedLayers
@@ -46,6 +46,7 @@ from rlcore.learner.specs import (
     LoraSpec,
     RankPlace,
 )
+from rlcore.learner.teacher import Teacher
 from rlcore.learner.update import Update
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
@@ -227,8 +228,11 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
         own = spec.model_copy(update={"lr": job.critic.lr, "lora": job.critic.lora})
         values = engine_class(models.values(job.critic), own, job.total_steps, device)
         companions.append(critic := Critic(job.critic, values, engine, reduce))
+    teacher = None
+    if job.teacher.used:
+        teacher = Teacher(job, _teachers(job, models, engine, device), engine, reduce)
     shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
-    update = Update(job, engine, frozen, pipeline, reduce, shadows, critic)
+    update = Update(job, engine, frozen, pipeline, reduce, shadows, critic, teacher)
     if spec.distill is not None:
         # its optimizer is the policy's, with a rate of its own
         its_spec = spec.model_copy(update={"lr": spec.distill.lr})
@@ -247,6 +251,17 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
         reader_of(job) if estimator is None else estimator.read,
         estimator,
     )
+
+
+def _teachers(
+    job: LearnerJob, models: _Models, engine: TrainEngine, device: torch.device
+) -> dict[str, TrainEngine | FrozenPolicy]:
+    """The models of a teacher by task; "" of every other task."""
+    if job.teacher.kind == "policy":
+        return {"": engine}
+    paths: Mapping[str, str | None] = job.teacher.paths or {"": job.teacher.path}
+    hold = partial(type(engine).frozen, spec=job.learner, device=device)
+    return {task: hold(models.teacher(path)) for task, path in paths.items()}
 
 
 def reader_of(job: LearnerJob) -> Reader:
@@ -333,6 +348,12 @@ class _Models:
         lm = self._load(self._job.frozen_path or self._job.model_path, rule)
         self._share_too(lm, rule)
         return self._ready(lm, rule, rounded=not self._job.frozen_path)
+
+    def teacher(self, path: str | None) -> Policy:
+        """The teacher at `path`, or the starting policy; it attends densely."""
+        lm = self._load(path or self._job.model_path, None)
+        self._share_too(lm, None)
+        return self._ready(lm, None, rounded=False)
 
     def _ready(
         self,

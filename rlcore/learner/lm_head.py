@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from rlcore.attention.bitwise import LEAST, linear
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.models.largest import largest_columns, row_maxima
+from rlcore.objectives.distillation import divergence, topk_divergence
 from rlcore.objectives.kl import distill_topk, full_kl
+from rlcore.objectives.specs import TeacherSpec
 from rlcore.types import TokenScores
 
 _FEWEST = 64  # positions that a chunk may always have: fewer would waste the products
@@ -64,15 +66,26 @@ class TopkTarget:
     logp: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherTarget:
+    """A teacher, whole or at its likeliest tokens, and how the distance to it is taken."""
+
+    spec: TeacherSpec
+    policy: tuple[Tensor, Tensor] | TopkTarget
+
+
 # (hidden states [N, D'], head weight [V, D']) of a whole policy, or some of its log-probs
-KlTarget = tuple[Tensor, Tensor] | TopkTarget
+KlTarget = tuple[Tensor, Tensor] | TopkTarget | TeacherTarget
 
 
 def kl_pass(hidden: Tensor, weight: Tensor, target: KlTarget, spec: HeadSpec) -> Tensor:
-    """KL(p_new || target) per position [N] float32, at the spec's temperature.
+    """KL(p_new || target) per position [N] float32, at the spec's temperature; of a teacher what
+    `to_teacher` gives.
 
     hidden [N, D] and weight [V, D] are the policy's and carry the gradient.
     """
+    if isinstance(target, TeacherTarget):
+        return teacher_pass(hidden, weight, target, spec)
     if isinstance(target, TopkTarget):
         return topk_kl_pass(hidden, weight, target, spec)
     return full_kl_pass(hidden, weight, target, spec)
@@ -108,6 +121,45 @@ def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadS
         for s in spec.slices(len(hidden))
     ]
     return torch.cat(parts)
+
+
+def teacher_pass(hidden: Tensor, weight: Tensor, target: TeacherTarget, spec: HeadSpec) -> Tensor:
+    """[N, 2] of `to_teacher`."""
+    weight, given = _as_products_take_it(weight, spec), target.policy
+    if isinstance(given, TopkTarget):
+        parts = [(given.ids[s], given.logp[s]) for s in spec.slices(len(hidden))]
+    else:
+        whole = _as_products_take_it(given[1], spec)
+        parts = [(given[0][s], whole) for s in spec.slices(len(hidden))]
+
+    def chunk(h: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        new = _log_probs(h, w, spec.temperature)
+        if isinstance(given, TopkTarget):
+            return to_teacher(new, TopkTarget(a, b), target.spec)
+        return to_teacher(new, _log_probs(a, b, spec.temperature), target.spec)
+
+    found = [
+        checkpoint(chunk, hidden[s], weight, *part, use_reentrant=False)
+        for s, part in zip(spec.slices(len(hidden)), parts)
+    ]
+    return torch.cat(found)
+
+
+def to_teacher(new: Tensor, teacher: Tensor | TopkTarget, spec: TeacherSpec) -> Tensor:
+    """[N, 2] from log-probs [N, V] of the policy: its distance to the teacher, with the gradient;
+    and 1 where both have the same likeliest token, else 0.
+
+    Of a teacher that is known at k tokens, `tail=sampled` leaves its estimate of the others out.
+    """
+    if isinstance(teacher, TopkTarget):
+        at = new.gather(1, teacher.ids.clamp_min(0))
+        distance = topk_divergence(at, teacher.logp, teacher.ids, spec)
+        likeliest = teacher.ids[:, :1]
+    else:
+        distance = divergence(new, teacher, spec)
+        likeliest = teacher.argmax(-1, keepdim=True)
+    same = (new.argmax(-1, keepdim=True) == likeliest).any(-1)
+    return torch.stack([distance, same.to(distance.dtype)], -1)
 
 
 def _as_products_take_it(weight: Tensor, spec: HeadSpec) -> Tensor:

@@ -177,6 +177,10 @@ class LearnerRank(RankState):
         self._taken = 0
         self._steps = len(self._phase) if steps is None else steps
         self._fresh = first
+        if (teacher := self._update.teacher) is not None:
+            teacher.follow()
+            for batch in self._phase:
+                teacher.score(batch, self._micro_batches)
         self._update.prepare(self._phase, first=first, steps=self._steps)
         self._ref_seconds = time.monotonic() - start
 
@@ -316,10 +320,12 @@ class LearnerRank(RankState):
         return found | ({"cosine": dot / (squares * others) ** 0.5} if squares * others else {})
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
-        """Also the coefficient of a KL in the reward."""
+        """Also the coefficient of a KL in the reward, and a teacher that was the policy."""
+        schedule = run or (lambda write: write())
+        if self.rank == 0 and self._update.teacher is not None:
+            self._update.teacher.save(Path(folder), schedule)
         if self.rank == 0 and self.job.objective.kl_in_reward:
             given = json.dumps({"kl_coef": self._update.kl.value})
-            schedule = run or (lambda write: write())
             schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
             schedule(partial(replace_file, Path(folder) / KL_FILE, given))
         super().save(folder, run)
@@ -331,6 +337,8 @@ class LearnerRank(RankState):
         are loaded); without it, a phase must be begun again.
         """
         super().load(folder)
+        if self._update.teacher is not None:
+            self._update.teacher.load(Path(folder))
         adapted = Path(folder) / KL_FILE
         if adapted.is_file() and self.job.objective.kl_target is not None:
             self._update.kl.value = float(json.loads(adapted.read_text())["kl_coef"])

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
 from rlcore.models.specs import DiffusionSpec
-from rlcore.objectives.specs import ObjectiveSpec, ValueSpec
+from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import SamplingSpec
 from rlcore.weights.specs import RoundingSpec
@@ -567,6 +567,7 @@ class LearnerJob:
     rounding: RoundingSpec | None = None  # of the policy's forward passes
     # most positions of a sequence, where log-probs are to the bit the engines'; 0: they are not
     bitwise_positions: int = 0
+    teacher: TeacherSpec = field(default_factory=TeacherSpec)
     # of a run whose actors are of several kinds, each in one stratum; empty: they are of one
     strata: tuple[Stratum, ...] = ()
     # some actors keep pages by position, whose mismatch is measured by these stretches

@@ -11,7 +11,7 @@ is one step).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,38 +25,37 @@ from rlcore.learner.batch import (
     PolicyScores,
     StepBatch,
     TokenTrace,
-    TurnSpans,
     kept_set_metrics,
     observed,
 )
 from rlcore.learner.critic import Critic
-from rlcore.learner.lm_head import HeadSpec
+from rlcore.learner.lm_head import HeadSpec, KlTarget
 from rlcore.learner.metric_sums import LOSS, Declared, Sums
 from rlcore.learner.packing import KeptPasses, MicroBatch
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob
-from rlcore.objectives.advantages import (
-    Rewards,
-    over_tokens,
-    overlong_penalty,
-    rewards_to_go,
-    sequence_advantages,
-    turn_advantages,
-)
+from rlcore.learner.task_advantages import TaskAdvantages
+from rlcore.learner.teacher import Teacher
+from rlcore.objectives.advantages import overlong_penalty
 from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
 from rlcore.objectives.losses import coefficients, counts, policy_loss
-from rlcore.objectives.protocols import Advantage, LossTensors
-from rlcore.objectives.specs import ObjectiveSpec, make_advantage, make_loss
+from rlcore.objectives.protocols import LossTensors
+from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, make_loss
 from rlcore.types import StepTensors, TokenScores
 
 
 class StepLoss:
-    """loss = sum over tokens of coefficient * (policy + kl_coef * KL - entropy_coef * entropy)."""
+    """loss = sum over tokens of coefficient * (reward_weight * policy + kl_coef * KL - entropy_coef
+    * entropy + teacher.weight * distance)."""
 
-    def __init__(self, spec: ObjectiveSpec, *, short_circuit: bool) -> None:
-        """`short_circuit`: PPO's ratio is p_new / SG(p_new), so that its clip never binds."""
+    def __init__(
+        self, spec: ObjectiveSpec, *, short_circuit: bool, teacher: TeacherSpec | None = None
+    ) -> None:
+        """`short_circuit`: PPO's ratio is p_new / SG(p_new), so that its clip never binds.
+        `teacher`: that distances are to, if there is one."""
         self.spec = spec
+        self._teacher = teacher
         self._policy = make_loss(spec)
         self._short_circuit = short_circuit
 
@@ -81,19 +80,31 @@ class StepLoss:
         declared = {"loss/policy": LOSS}
         if self.spec.kl_in_loss:
             declared["loss/kl"] = LOSS
+        if self._teacher is not None:
+            declared["loss/teacher"] = LOSS
         kept = Declared("kept tokens")
         return declared | {f"policy/{name}": kept for name in ("ratio", *self.indicators)}
 
     def __call__(
-        self, tokens: LossTensors, coefficients: Tensor, entropy: Tensor, kl: Tensor | None
+        self,
+        tokens: LossTensors,
+        coefficients: Tensor,
+        entropy: Tensor,
+        kl: Tensor | None,
+        distance: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss (scalar) of whole episodes, and sums over their tokens, by metric name.
 
-        coefficients, entropy, kl: [b, T]; kl is each token's KL to the frozen policy, or None.
+        coefficients, entropy, kl, distance: [b, T]; kl is each token's KL to the frozen policy,
+        distance its distance to the teacher, or None.
         """
         per_token, indicators = policy_loss(self._policy, tokens, short_circuit=self._short_circuit)
-        loss = policy = (per_token * coefficients).sum()
+        policy = (per_token * coefficients).sum()
+        loss = self.spec.reward_weight * policy
         sums = {"loss/policy": policy}
+        if distance is not None and self._teacher is not None:
+            sums["loss/teacher"] = mean = (distance * coefficients).sum()
+            loss = loss + self._teacher.weight * mean
         if kl is not None:
             kl_mean = (kl * coefficients).sum()
             loss = loss + self.spec.kl_coef * kl_mean
@@ -104,117 +115,9 @@ class StepLoss:
         return loss, sums
 
 
-class TaskAdvantages:
-    """The advantage of each training task.
-
-    Where there are several, statistics over a batch (`reinforce`, `reinforce_pp`) are over the
-    task's own episodes of the global batch: rewards of two tasks have neither a mean nor a scale in
-    common, and a mean over both would reward every answer to the easier one. Statistics over a
-    group are the same either way.
-    """
-
-    def __init__(self, job: LearnerJob) -> None:
-        self._usual = make_advantage(job.objective)
-        self._by_task = {
-            task: make_advantage(job.objective.model_copy(update={"advantage": name}))
-            for task, name in job.task_advantages.items()
-        }
-        self._share = job.objective.turn_share
-        self._discount = job.objective.turn_discount
-        self._by_token = job.objective.credit == "token"
-
-    def over_tokens(
-        self, batch: StepBatch, reduce: Reduce, penalty: Tensor | None = None
-    ) -> Tensor:
-        """[B, T] float32: `(1 - turn_share) A(episode) + turn_share A(turn)`, 0 where there is no
-        token. With a `penalty` [B, T] float64, which is subtracted from the rewards to go,
-        A(episode) alone (`Advantage.of_tokens`)."""
-        sent, mask = batch.sent, batch.sent.mask
-        if penalty is not None:
-
-            def of(advantage: Advantage, rows: Tensor) -> Tensor:
-                lengths = mask[rows].sum(dim=1)
-                rewards = Rewards(sent.rewards[rows], sent.group_ids[rows], reduce, lengths)
-                return advantage.of_tokens(rewards, penalty[rows], mask[rows]).float()
-
-            return self._by_rows(batch, torch.zeros_like(sent.advantages), of)
-        values = over_tokens(self(batch, reduce), mask)
-        if not self._share:
-            return values
-        turns = self.of_turns(batch, reduce).gather(1, self._turns(batch).of_token) * mask
-        return (1 - self._share) * values + self._share * turns
-
-    def __call__(self, batch: StepBatch, reduce: Reduce) -> Tensor:
-        """[B] float32: the advantage of each episode. Raises ValueError for an episode of a task
-        that the job does not name."""
-        sent, lengths = batch.sent, batch.sent.mask.sum(dim=1)
-
-        def of(advantage: Advantage, rows: Tensor) -> Tensor:
-            rewards, ids = sent.rewards[rows], sent.group_ids[rows]
-            return sequence_advantages(advantage, rewards, ids, reduce, lengths[rows])
-
-        return self._by_rows(batch, torch.zeros_like(sent.rewards), of)
-
-    def of_turns(self, batch: StepBatch, reduce: Reduce) -> Tensor:
-        """[B, K] float32: the advantage of each turn, or of each token instead of a turn, from
-        its reward to go."""
-        turns, mask = self._turns(batch), batch.sent.mask
-        to_go = rewards_to_go(turns.rewards, self._discount)
-        numbers = torch.arange(to_go.shape[1], device=to_go.device)
-        present = numbers < turns.count[:, None]
-        tokens = to_go.new_zeros(to_go.shape).scatter_add(1, turns.of_token, mask.to(to_go))
-
-        def of(advantage: Advantage, rows: Tensor) -> Tensor:
-            return turn_advantages(
-                advantage,
-                to_go[rows],
-                batch.sent.group_ids[rows],
-                tokens[rows],
-                reduce,
-                present[rows],
-            )
-
-        return self._by_rows(batch, torch.zeros(to_go.shape, device=to_go.device), of)
-
-    def _turns(self, batch: StepBatch) -> TurnSpans:
-        """Return the turns that a reward to go is computed over: `credit`."""
-        if not self._by_token:
-            return batch.turns
-        rewards, mask = batch.turns.token_rewards, batch.sent.mask
-        columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        return TurnSpans(rewards, mask.sum(dim=1), torch.where(mask, columns, 0), rewards)
-
-    def metrics(self, batch: StepBatch, reduce: Reduce) -> dict[str, float]:
-        """Metrics of turns, where advantages are computed by turn."""
-        if not self._share:
-            return {}
-        turns, ids = self._turns(batch), batch.sent.group_ids
-        numbers = torch.arange(turns.rewards.shape[1], device=ids.device)
-        present = numbers < turns.count[:, None]
-        rows = torch.stack(torch.broadcast_tensors(ids[:, None], numbers), -1)[present]
-        _, reached = torch.unique(rows, dim=0, return_counts=True)
-        alone = torch.tensor([int((reached == 1).sum()), len(rows)], dtype=torch.float64)
-        found, every = reduce(alone).tolist()
-        return {"train/single_turn_share": found / max(every, 1.0)}
-
-    def _by_rows(
-        self, batch: StepBatch, values: Tensor, of: Callable[[Advantage, Tensor], Tensor]
-    ) -> Tensor:
-        """`values`, filled for each task with what `of` makes of its episodes' rows [B] bool."""
-        if not self._by_task:
-            return of(self._usual, values.new_ones(len(values), dtype=torch.bool))
-        unknown = set(batch.tasks) - set(self._by_task)
-        if unknown:
-            raise ValueError(f"episodes of {sorted(unknown)}, which is no task of this learner")
-        # Every rank goes through all tasks: statistics of the global batch are collective calls.
-        for task, advantage in self._by_task.items():
-            rows = torch.tensor([t == task for t in batch.tasks], dtype=torch.bool)
-            rows = rows.to(values.device)
-            values[rows] = of(advantage, rows)
-        return values
-
-
-Forward = tuple[TokenScores, Tensor | None]  # a differentiated pass: scores, full KL [N]
+# a differentiated pass: scores, and the full KL [N] or what is known of the distance to a teacher
+# [N, 2]
+Forward = tuple[TokenScores, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +154,22 @@ class Update:
         reduce: Reduce,
         shadows: Mapping[str, Pipeline] | None = None,
         critic: Critic | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         """`frozen`: the starting policy, required where the objective has a KL term. `shadows`:
         lists whose weights are measured beside. `critic`: the source of advantages where they are
-        computed from values."""
+        computed from values. `teacher`: has scored each batch before `prepare`."""
         self.critic = critic
+        self.teacher = teacher
         self.engine = engine
         self.frozen = frozen
         self.pipeline = pipeline
         self.reduce = reduce
-        self.loss = StepLoss(job.objective, short_circuit=pipeline.needs.short_circuit)
+        self.loss = StepLoss(
+            job.objective,
+            short_circuit=pipeline.needs.short_circuit,
+            teacher=job.teacher if teacher else None,
+        )
         self.head = HeadSpec(
             job.sampling.temperature,
             job.learner.head_chunk_tokens,
@@ -352,7 +261,7 @@ class Update:
             # taken out, so that its memory is free after its backward pass
             forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
             self._backward(shared, i, forward, mine)
-        metrics = corrected.metrics | shadowed | self._followed_kl(batch)
+        metrics = corrected.metrics | shadowed | self._followed_kl(batch) | self._of_teacher()
         scale = 0.0 if waits else corrected.step_scale
         return StepGradient(sums, kept, advantages, metrics, scale)
 
@@ -411,7 +320,7 @@ class Update:
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction declared as sequence_wise rejected tokens")
-        metrics = corrected.metrics | self._shadowed(tensors, corrected)
+        metrics = corrected.metrics | self._shadowed(tensors, corrected) | self._of_teacher()
         return StepGradient(sums, kept, advantages, metrics, corrected.step_scale)
 
     def _shadowed(self, tensors: StepTensors, executed: Corrected) -> dict[str, float]:
@@ -425,7 +334,11 @@ class Update:
     def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> Forward:
         """The pass that is differentiated."""
         needs_base = self.frozen is not None and self.loss.needs_full_kl
-        base = self.frozen.base(mb) if needs_base else None  # type: ignore[union-attr]
+        base: KlTarget | None = None
+        if self.teacher is not None:
+            base = self.teacher.target(batch, mb)
+        elif needs_base:
+            base = self.frozen.base(mb)  # type: ignore[union-attr]
         spec = replace(self.head, topk=topk)
         return self.engine.forward_with_kl(mb, _actor_ids(batch, mb, spec), spec, base)
 
@@ -442,8 +355,10 @@ class Update:
                 tokens.logp_new.retain_grad()
             # like the full KL: a token that the corrections dropped or weighed 0 has none
             entropy = mb.dense(scores.entropy, width) * self.pipeline.state_weight(corrected)
-            distance = self._kl(shared, mb, forward, tokens, corrected)
-            loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
+            penalty = self._kl(shared, mb, forward, tokens, corrected)
+            distance = self._distance(shared, mb, forward, tokens, corrected)
+            coefs = shared.coefficients[rows]
+            loss, values = self.loss(tokens, coefs, entropy, penalty, distance)
             values["entropy"] = scores.entropy.detach().sum()
             values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
             shared.sums.add(values)
@@ -478,7 +393,7 @@ class Update:
         """
         (scores, kl), rows, base = forward, mb.episodes, shared.batch.base
         width = tokens.mask.shape[1]
-        if kl is not None:
+        if kl is not None and self.teacher is None:
             return mb.dense(kl, width) * self.pipeline.state_weight(corrected)
         estimator = self._objective.kl_estimator
         if base is None or estimator == "full" or not self._objective.kl_in_loss:
@@ -493,6 +408,30 @@ class Update:
             inside = mb.dense(scores.inside, width) & base.inside[rows]
             weight = torch.where(inside, weight, 0.0)
         return kl_penalty(estimator, tokens.logp_new, base.logp[rows], weight)
+
+    def _distance(
+        self,
+        shared: _Shared,
+        mb: MicroBatch,
+        forward: Forward,
+        tokens: LossTensors,
+        corrected: Corrected,
+    ) -> Tensor | None:
+        """Distance to the teacher [b, T] as the loss takes it: that of a state as the full KL is,
+        what is estimated from the sampled token by the token's ratio."""
+        (_, pair), teacher = forward, self.teacher
+        if teacher is None or pair is None:
+            return None
+        logp_inf = shared.batch.sent.logp_inf[mb.episodes]
+        ratio = self.pipeline.penalty_weight(
+            corrected, tokens.logp_new, tokens.logp_ref, logp_inf, teacher.spec.ratio_cap
+        )
+        states = self.pipeline.state_weight(corrected)
+        return teacher.distance(shared.batch, mb, pair, tokens, states, ratio)
+
+    def _of_teacher(self) -> dict[str, float]:
+        """Metrics of the step's distances to a teacher. Collective."""
+        return {} if self.teacher is None else self.teacher.metrics(self.reduce)
 
     def _loss_tensors(
         self, shared: _Shared, mb: MicroBatch, scores: TokenScores, corrected: Corrected

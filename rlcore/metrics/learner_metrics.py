@@ -442,6 +442,47 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     ),
     Metric("critic/lr", "1", "learning rate of the critic's step"),
     Metric(
+        "loss/teacher",
+        "nats",
+        "distance to the teacher as the loss has it, before `teacher.weight`",
+        healthy="falls",
+        otherwise="raise `teacher.weight` or `learner.lr`",
+    ),
+    Metric(
+        "teacher/divergence",
+        "nats",
+        "mean distance to the teacher, weighted as in the loss, of tokens that have one",
+        healthy="falls",
+        otherwise="raise `teacher.weight` or `learner.lr`; [Distillation](distillation.md)",
+    ),
+    *(
+        Metric(
+            f"teacher/divergence_quarter_{n}",
+            "nats",
+            f"the same of the {name} quarter of each answer's tokens",
+        )
+        for n, name in enumerate(("first", "second", "third", "last"), 1)
+    ),
+    Metric(
+        "teacher/top1_agreement",
+        "share",
+        "tokens at which policy and teacher find the same one likeliest",
+        healthy="rises",
+        otherwise="the teacher may be too far away: a warm-up on its answers comes first",
+    ),
+    Metric(
+        "teacher/tail_mass",
+        "share",
+        "the teacher's probability outside of `teacher.top_k`",
+        healthy="below 0.05",
+        otherwise="raise `teacher.top_k`, or use `teacher.tail=sampled`",
+    ),
+    Metric(
+        "teacher/token_share",
+        "share",
+        "tokens of the loss that have a teacher; with a context that some episodes lack below 1",
+    ),
+    Metric(
         "loss/sparse_policy",
         "1",
         "policy loss of the sparse copy (DistillSparse)",

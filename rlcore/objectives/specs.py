@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from rlcore.objectives.protocols import WIDE, Advantage, Bias, PolicyLoss
 from rlcore.registry import resolve
-from rlcore.spec import Spec, Unread, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3", "full"]
@@ -81,6 +81,9 @@ class ObjectiveSpec(Spec):
         "turn of its own, and one reward of a whole turn is its last token's",
     )
     loss: str = setting("ppo", "policy loss, or file.py:Class")
+    reward_weight: float = setting(
+        1.0, "weight of the policy loss; 0: rewards train nothing, beside a teacher alone", ge=0
+    )
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
     eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)
     ratio_to: Literal["p_ref", "p_inf"] = setting(
@@ -161,6 +164,115 @@ class ValueSpec(Spec):
         "an answer that the length limit cut off goes on: its last state's value replaces its "
         "last reward; false: its reward counts",
     )
+
+
+class TeacherSpec(Spec):
+    """A policy that the trained one is led to on its own samples (`objectives/distillation.py`)."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("divergence", "js_weight", "top_k", "tail", "ratio_cap", "weight", "context"),
+            lambda spec: not spec.used,
+            "kind=none has no teacher",
+        ),
+        Unread(
+            ("refresh_steps",),
+            lambda spec: spec.kind != "previous",
+            "only kind=previous is refreshed",
+        ),
+        Unread(
+            ("js_weight",),
+            lambda spec: spec.used and spec.divergence != "js",
+            "divergence is not js",
+        ),
+        Unread(
+            ("tail",), lambda spec: spec.used and spec.top_k is None, "top_k=null leaves no tail"
+        ),
+        Unread(
+            ("ratio_cap",),
+            lambda spec: spec.used and (spec.top_k is None or spec.tail != "sampled"),
+            "no tail is sampled",
+        ),
+    )
+
+    kind: Literal["none", "frozen", "previous", "policy"] = setting(
+        "none",
+        "frozen: a model that stays as it is; previous: the policy as it was some steps ago; "
+        "policy: the policy as each phase begins, with a context of its own",
+    )
+    path: str | None = setting(
+        None, "kind=frozen: its Hugging Face folder; null: the starting policy"
+    )
+    paths: dict[str, str] = setting(
+        default_factory=dict, meaning="kind=frozen: folders by task, in the place of path"
+    )
+    refresh_steps: int = setting(
+        20, "kind=previous: it becomes the policy of the moment after so many", unit="steps", gt=0
+    )
+    context: Literal["none", "best", "feedback"] = setting(
+        "none",
+        "what the teacher alone reads before the episode; best: the prompt and the best answer of "
+        "the group; feedback: the prompt and all later observations of the episode itself",
+    )
+    divergence: Literal["reverse", "forward", "js"] = setting(
+        "reverse", "from the policy p to the teacher q: KL(p||q), KL(q||p), or Jensen-Shannon"
+    )
+    js_weight: float = setting(0.5, "js: the teacher's share of the mixture", gt=0, lt=1)
+    top_k: int | None = setting(
+        32, "tokens of the teacher that are compared; null: the whole vocabulary, exactly", ge=0
+    )
+    tail: Literal["bucket", "drop", "sampled"] = setting(
+        "bucket",
+        "what becomes of all other tokens; bucket: one outcome; drop: both are conditioned on the "
+        "top k; sampled: reverse alone, estimated from the sampled token",
+    )
+    ratio_cap: float = setting(
+        2.0, "sampled: truncates the ratio p_new/p_inf that the token carries", ge=1
+    )
+    weight: float = setting(
+        1.0, "of the divergence, beside algorithm.reward_weight of the policy loss", gt=0
+    )
+
+    @property
+    def used(self) -> bool:
+        """True if the run has a teacher."""
+        return self.kind != "none"
+
+    def check(self, key: str) -> None:
+        for name in ("path", "paths"):
+            refuse(
+                bool(getattr(self, name)) and self.kind != "frozen",
+                f"{key}.{name} names a model that {key}.kind={self.kind} does not have: use "
+                f"{key}=frozen, or leave it out.",
+            )
+        refuse(
+            self.path is not None and bool(self.paths),
+            f"{key}.path={self.path} and {key}.paths contradict each other: give one of them.",
+        )
+        own = self.kind == "frozen" and self.path is None and not self.paths
+        refuse(
+            self.context == "none" and (self.kind == "policy" or own),
+            f"{key}.kind={self.kind} without {key}.path and with {key}.context=none is led to "
+            "itself: set a context (best, feedback), a path, or algorithm.kl_coef for a KL to the "
+            "starting policy.",
+        )
+        refuse(
+            self.top_k is None and (self.context != "none" or bool(self.paths)),
+            f"{key}.top_k=null takes the teacher's logits in the policy's own pass, which "
+            f"{key}.context and {key}.paths do not have: give a number; one of the vocabulary's "
+            "size is exact, too.",
+        )
+        sampled = self.tail == "sampled"
+        refuse(
+            sampled and self.top_k is not None and self.divergence != "reverse",
+            f"{key}.tail=sampled estimates the reverse KL, and {key}.divergence="
+            f"{self.divergence}: use tail=bucket or drop, or divergence=reverse.",
+        )
+        refuse(
+            self.top_k == 0 and not sampled,
+            f"{key}.top_k=0 has the sampled token alone, and {key}.tail={self.tail}: use "
+            f"{key}.tail=sampled, or a top_k above 0.",
+        )
 
 
 ADVANTAGES: dict[str, str] = {

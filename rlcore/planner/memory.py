@@ -87,7 +87,7 @@ def learner_rank(
     own = sizes.held(spec) if trained is None else trained
     parts = _held(sizes, spec, own)
     if kl:
-        parts["frozen policy"] = _frozen(sizes, spec)
+        parts["frozen policy"] = frozen_model(sizes, spec)
     if not spec.num_gpus:  # its host is its device
         parts |= _offloaded(sizes, spec, own, kl=kl)
     passing, step = _passing(sizes, spec, own), _step(sizes, spec, own)
@@ -102,12 +102,12 @@ def waiting_rank(
     if spec.offload_while_sampling:
         parts = {name: size for name, size in parts.items() if name not in OFFLOADED}
     if kl:
-        parts["frozen policy"] = _frozen(sizes, spec)
+        parts["frozen policy"] = frozen_model(sizes, spec)
     return parts
 
 
-def _frozen(sizes: ModelSizes, spec: LearnerSpec) -> float:
-    """Whole layers, also beside parts of the policy's."""
+def frozen_model(sizes: ModelSizes, spec: LearnerSpec) -> float:
+    """Bytes of a model without gradients: whole layers, also beside parts of the policy's."""
     if spec.offload.parameters != "none":
         return 0.0
     split = spec.ranks if spec.zero_stage == 3 else 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.corrections.dvp import OUTSIDE_LOGP
-from rlcore.learner.lm_head import HeadSpec, KlTarget, TopkTarget
+from rlcore.learner.lm_head import HeadSpec, KlTarget, TeacherTarget, TopkTarget, to_teacher
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.state_files import Part, Schedule, Source
@@ -158,8 +158,14 @@ def _log_probs(z: Tensor, safe: Tensor) -> Tensor:
 
 
 def _full_kl(hidden: Tensor, base: KlTarget, spec: HeadSpec) -> Tensor:
-    """[N]: over the whole vocabulary, also under a safe set."""
+    """[N]: over the whole vocabulary, also under a safe set; [N, 2] of a teacher."""
     if isinstance(base, TopkTarget):
         raise NotImplementedError("a tabular policy has no KL to stored top log-probs")
+    if isinstance(base, TeacherTarget):
+        new = (hidden / spec.temperature).log_softmax(-1)
+        known = base.policy
+        if not isinstance(known, TopkTarget):
+            known = (known[0] @ known[1].T / spec.temperature).log_softmax(-1)
+        return to_teacher(new, known, base.spec)
     new, other = hidden / spec.temperature, base[0] @ base[1].T / spec.temperature
     return full_kl(new.log_softmax(-1), other.log_softmax(-1))

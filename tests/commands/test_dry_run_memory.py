@@ -195,3 +195,29 @@ def test_the_learners_own_nodes_hold_what_its_ranks_keep_on_the_host(tmp_path, c
     assert "checkpoint 30.5" in said
     larger = "cluster.launch.learner_memory_gib_per_node=900"
     assert main([*run, larger]) == 0, capsys.readouterr().err
+
+
+def test_the_models_of_teachers_are_counted(tmp_path, capsys, no_cluster):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
+    hollow_folder(tmp_path / "small", "Qwen3Config", QWEN3_1_7B)
+    base = words(tmp_path, "dense_32b_16gpus", "algorithm=distill")
+
+    def teacher(*more):
+        assert main([*base, *more]) == 0
+        line = next(x for x in capsys.readouterr().out.splitlines() if "learner rank:" in x)
+        return line.partition("teacher ")[2].split(",")[0]
+
+    # 32.76e9 and 1.72e9 parameters in bfloat16 over 12 ranks of ZeRO-3, in GiB
+    assert teacher("teacher=frozen", f"teacher.path={tmp_path / 'm'}") == "5.1"
+    assert teacher("teacher=frozen", f"teacher.path={tmp_path / 'small'}") == "0.3"
+    assert teacher("teacher=policy") == ""
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path, capsys, no_cluster):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
+    hollow_folder(tmp_path / "other", "Qwen3Config", {**QWEN3_1_7B, "vocab_size": 32000})
+    path = f"teacher.path={tmp_path / 'other'}"
+    assert main(words(tmp_path, "dense_32b_16gpus", "teacher=frozen", path)) == 2
+    said = capsys.readouterr().err
+    assert f"teacher.path={tmp_path / 'other'} has another vocabulary" in said
+    assert "vocab_size is 32000" in said

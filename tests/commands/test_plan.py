@@ -68,6 +68,7 @@ def test_a_slow_grader_is_that_of_a_node(tmp_path):
     (["gpu=h100", "task=higher_lower", "environment=higher_lower"], "environment= cannot be"),
     (["gpu=h100", "actor.bf16.rounding=int3", "learner.round_as=bf16"], "round_as=bf16 cannot be"),
     (["gpu=h100", "bitwise=true", "schedule=on_policy"], "bitwise=true cannot be planned"),
+    (["gpu=h100", "teacher=policy"], "teacher=policy cannot be planned"),
     (["gpu=h100", "actor.bf16.kv_on_update=keep"], "actor.bf16.kv_on_update=keep cannot be"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):

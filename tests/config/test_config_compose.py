@@ -36,6 +36,7 @@ MANDATORY = {
     "own": ["task.name=digits"],
     "ray": ["cluster.address=head:6379"],
     "draft": ["actor.draft.draft_path=folder"],
+    "distill_quickstart": ["teacher.path=folder"],
     "math_fp8_gpu": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "fp8_8xh100": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "fp8_4nodes": ["model.path=folder", "task.args.train_path=train.jsonl"],
@@ -50,6 +51,8 @@ DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]
 PAPER_PATHS = ["model.path=folder", *DATA]
 COMPANIONS = {
     "algorithm=ppo": ["critic=model"],
+    "algorithm=distill": ["teacher=policy"],
+    "teacher=frozen": ["teacher.path=folder"],
     "critic=model": ["algorithm=ppo"],
     "critic=value_head": ["algorithm=ppo"],
     "model=diffusion": [

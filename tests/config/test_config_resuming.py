@@ -39,6 +39,9 @@ FREE = {
     "critic": (
         "lr warmup_steps discount lam traces rho_cap c_cap clip whiten bootstrap lora.publish"
     ),
+    "teacher": (
+        "kind path paths refresh_steps context divergence js_weight top_k tail ratio_cap weight"
+    ),
     "actor.LABEL": (
         "rounding scales keep_high_precision precise_layers kind engine count dtype num_cpus "
         "num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "

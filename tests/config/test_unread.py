@@ -80,6 +80,13 @@ OTHERWISE = {
     "gpus_per_node": "read by `rlcore plan`, too",
 }
 CRITIC = "algorithm=ppo critic=model"
+TEACHER = "teacher=frozen teacher.path=folder"
+OF_A_TEACHER = {
+    "divergence": ("forward", TEACHER),
+    "top_k": ("9", TEACHER),
+    "weight": ("2.0", TEACHER),
+    "context": ("best", TEACHER),
+}
 OF_A_CRITIC = {
     "lr": "0.1",
     "warmup_steps": "3",
@@ -221,6 +228,16 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
     "correction.jackpot.normaliser": [
         ("paper", f"{JACKPOT} correction.jackpot.mode=mask", JACKPOT)
     ],
+    **{f"teacher.{name}": [(value, "", taught)] for name, (value, taught) in OF_A_TEACHER.items()},
+    "teacher.tail": [("drop", dead, TEACHER) for dead in ("", f"{TEACHER} teacher.top_k=null")],
+    "teacher.ratio_cap": [
+        ("3.0", dead, f"{TEACHER} teacher.tail=sampled")
+        for dead in ("", TEACHER, f"{TEACHER} teacher.top_k=null")
+    ],
+    "teacher.js_weight": [
+        ("0.2", dead, f"{TEACHER} teacher.divergence=js") for dead in ("", TEACHER)
+    ],
+    "teacher.refresh_steps": [("9", dead, "teacher=previous") for dead in ("", TEACHER)],
     **{f"critic.{name}": [(value, "", CRITIC)] for name, value in OF_A_CRITIC.items()},
     **{
         f"critic.{name}": [("2.0", dead, CRITIC) for dead in ("", f"{CRITIC} critic.traces=gae")]

@@ -29,7 +29,7 @@ from rlcore.learner.specs import CriticSpec, LearnerJob, LearnerSpec, RankPlace
 from rlcore.learner.update import Update
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec
 from rlcore.registry import load_object
 from rlcore.testing.records import make_group, make_sampling, make_trajectory
 from rlcore.testing.tabular import StepEngine
@@ -59,6 +59,7 @@ def make_job(
     keep_by_acceptance: int | None = None,
     shadow: Shadow | None = None,
     critic: CriticSpec | None = None,
+    teacher: TeacherSpec | None = None,
     **settings: Any,
 ) -> LearnerJob:
     """A job on a small model. `settings` are those of `learner` and `algorithm`, by name."""
@@ -79,6 +80,7 @@ def make_job(
         keep_by_acceptance=keep_by_acceptance,
         shadow=shadow or Shadow(),
         critic=critic or CriticSpec(),
+        teacher=teacher or TeacherSpec(),
     )
 
 

@@ -14,7 +14,7 @@ from learner_helpers import (
 )
 
 from rlcore.corrections.numerics import ONE_RANK
-from rlcore.learner.update import TaskAdvantages
+from rlcore.learner.task_advantages import TaskAdvantages
 
 NAMES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
 

@@ -9,7 +9,7 @@ from learner_helpers import make_batch, make_job, make_update, sharp_policy, sma
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.learner.batch import build_batch
-from rlcore.learner.update import TaskAdvantages
+from rlcore.learner.task_advantages import TaskAdvantages
 from rlcore.testing.records import make_score, make_trajectory
 from rlcore.types import Episode, Group
 

@@ -1,0 +1,81 @@
+"""What a teacher is combined with, what is refused, and that every option is read."""
+
+import pytest
+
+from rlcore.config.compose import load
+from rlcore.errors import UserError
+
+SELF = ["algorithm=distill", "teacher=policy"]
+MODEL = ["algorithm=distill", "teacher=frozen", "teacher.path=folder"]
+SAMPLED = "teacher.tail=sampled"
+REFUSED = [  # words; parts that the sentence must hold
+    (["algorithm=distill"], ["algorithm.reward_weight=0", "teacher=frozen"]),
+    (["teacher=frozen"], ["teacher.kind=frozen", "teacher.context=none", "algorithm.kl_coef"]),
+    (["teacher=policy", "teacher.context=none"], ["teacher.kind=policy", "led to itself"]),
+    (["teacher=policy", "teacher.path=folder"], ["teacher.path", "teacher.kind=policy"]),
+    ([*MODEL, "teacher.paths={digits: a}"], ["teacher.path=folder", "teacher.paths"]),
+    (["teacher=frozen", "teacher.paths={maths: a}"], ["maths", "digits"]),
+    ([*SELF, "teacher.top_k=null"], ["teacher.top_k=null", "teacher.context"]),
+    (
+        ["teacher=frozen", "teacher.paths={digits: a}", "teacher.top_k=null"],
+        ["teacher.top_k=null", "teacher.paths"],
+    ),
+    ([*MODEL, SAMPLED, "teacher.divergence=js"], [SAMPLED, "teacher.divergence=js"]),
+    ([*MODEL, "teacher.top_k=0"], ["teacher.top_k=0", SAMPLED]),
+    ([*MODEL, SAMPLED, "rollout.top_p=0.9"], [SAMPLED, "rollout.top_p"]),
+    ([*MODEL, SAMPLED, "correction=[dvp]"], [SAMPLED, "correction=dvp"]),
+    ([*SELF, "rollout.samples_per_prompt=1"], ["context=best", "samples_per_prompt=1"]),
+    ([*SELF, "teacher.context=feedback"], ["context=feedback", "digits", "attempts"]),
+    (
+        [*MODEL, "algorithm.kl_coef=0.1", "algorithm.kl_estimator=full"],
+        ["kl_estimator=full", "teacher.kind=frozen"],
+    ),
+    ([*MODEL, "learner.ranks=2", "learner.sequence_parallel=2"], ["learner.sequence_parallel=2"]),
+    ([*MODEL, "learner.ranks=2", "learner.tensor_parallel=2"], ["learner.tensor_parallel=2"]),
+    ([*MODEL, "actor=sparse", "learner.train_sparse=true"], ["learner.train_sparse=true"]),
+    ([*MODEL, "actor=sparse", "learner.distill={}"], ["teacher.kind=frozen", "learner.distill"]),
+    (
+        ["algorithm=ppo", "critic=model", "teacher=frozen", "teacher.path=folder"],
+        ["critic.kind=model", "teacher=none"],
+    ),
+    (
+        [*MODEL, "actor.bf16.rounding=int3", "learner.round_as=bf16"],
+        ["teacher.kind=frozen", "learner.round_as=bf16"],
+    ),
+    (["teacher=previous", "learner.zero_stage=3"], ["kind=previous", "learner.zero_stage=3"]),
+]
+
+
+def _load(words):
+    return load(["run_dir=/tmp/x", *words])
+
+
+@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda v: " ".join(map(str, v))[:60])
+def test_what_does_not_fit_a_teacher_is_refused_in_a_sentence(words, parts) -> None:
+    with pytest.raises(UserError) as refused:
+        _load(words)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        SELF,
+        [*MODEL, "rollout.samples_per_prompt=1", "teacher.top_k=null"],
+        [*MODEL, SAMPLED, "teacher.top_k=0", "correction=[mis]"],
+        ["algorithm=grpo", "teacher=previous", "teacher.weight=0.1", "algorithm.kl_coef=0.01"],
+        [*SELF, "environment=attempts", "task=arithmetic", "teacher.context=feedback"],
+        [*MODEL, "learner=lora", "learner.zero_stage=3"],
+    ],
+    ids=lambda words: " ".join(words)[:60],
+)
+def test_combinations_that_are_accepted(words) -> None:
+    assert _load(words).teacher.used
+
+
+def test_the_folders_of_teachers_are_absolute(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _load(MODEL).teacher.path == str(tmp_path / "folder")
+    paths = _load(["teacher=frozen", "teacher.paths={digits: here}"]).teacher.paths
+    assert paths == {"digits": str(tmp_path / "here")}
