@@ -138,6 +138,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(1300)  # installs packages
 def test_the_page_has_the_verdicts_on_published_losses():
     script = ROOT / "benchmarks" / "referee_peers.py"
     done = subprocess.run(

@@ -220,11 +220,16 @@ def test_linears_are_rounded_and_stay_dequantised():
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.timeout(1800)  # a process for each part
 def test_the_dry_run_runs_every_part_that_a_cpu_can(tmp_path):
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, check.__file__, "--shape", "tiny", "--device", "cpu"]
     done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, timeout=1700, cwd=tmp_path
+        [*command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=deadline(1700),
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
