@@ -1,13 +1,15 @@
-"""What the failure of a call says of the process that was called."""
+"""What the failure of a call says of the process that was called, and what a call passes on."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnschedulableError
 
 from rlcore.cluster.calls import call
+from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.errors import DeadlineExceeded, RoleLost
 
 
@@ -26,3 +28,18 @@ def test_a_process_that_died_or_whose_node_is_gone_is_lost(failure):
 def test_a_call_that_takes_too_long_names_its_key():
     with pytest.raises(DeadlineExceeded, match=r"waited 0.01 s for it \(a.key=0.01\)"):
         asyncio.run(call(asyncio.sleep(5), timeout_s=0.01, what="it", key="a.key"))
+
+
+def test_the_buffers_client_passes_on_all_that_the_buffer_says_of_failed_scores():
+    class Failed:
+        class failed_scores:
+            @staticmethod
+            def remote():
+                return asyncio.sleep(0, (3, 2, "3 of 5 samples"))
+
+    limits = SimpleNamespace(
+        supervision=SimpleNamespace(hang_timeout_s=5.0),
+        schedule=SimpleNamespace(step_timeout_s=5.0, wait_space_timeout_s=5.0),
+    )
+    client = RayBuffer(Failed(), "buffer", None, limits)
+    assert asyncio.run(client.failed_scores()) == (3, 2, "3 of 5 samples")

@@ -59,8 +59,8 @@ class RayBuffer(BufferClient):
 
     async def failed_scores(self) -> tuple[int, int, str]:
         ref = self.handle.failed_scores.remote()
-        count, sentence = await self._call(ref, "the number of failed scores")
-        return count, sentence
+        count, alike, sentence = await self._call(ref, "the number of failed scores")
+        return count, alike, sentence
 
     async def set_versions(self, published: int, learner: int) -> None:
         ref = self.handle.set_versions.remote(published, learner)
