@@ -1,9 +1,11 @@
 """The tiers' rules hold in pytest itself, on a small suite in a process of its own."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import time
 from itertools import pairwise
 
 import changes
@@ -113,6 +115,20 @@ def test_nothing_starts_after_the_time_and_what_did_not_is_printed(suite):
 
 
 @pytest.mark.processes
+def test_a_test_of_minutes_starts_only_while_a_third_of_its_limit_is_left(suite):
+    long = (
+        "import pytest\ndef test_usual(): pass\n@pytest.mark.timeout(9000)\ndef test_long(): pass\n"
+    )
+    calibrated = {"RLCORE_TEST_SLOWNESS": "1 1"}
+    for left, started in ((2000, ["test_long.py::test_usual"]), (4000, None)):
+        words = ("--until", str(time.time() + left), "test_long.py")
+        code, output = suite(*words, files={"test_long.py": long}, **calibrated)
+        every = ["test_long.py::test_usual", "test_long.py::test_long"]
+        assert code == 0 and order(output) == (started or every)
+        assert ("is spent: test_long.py::test_long" in output) == (started is not None)
+
+
+@pytest.mark.processes
 def test_cheap_tests_come_first_and_changed_files_before_all(suite):
     assert order(suite()[1])[-1] == "test_b.py::test_dear"
     changed = order(suite("--changed", "test_b.py", "--shard", "2/3")[1])
@@ -172,3 +188,14 @@ def test_a_budget_that_is_spent_starts_nothing_says_so_and_is_no_failure(left):
     assert done.returncode == 0, done.stderr
     assert f"no slow test is started: {left} s are left" in done.stdout
     assert "tests: slow" not in done.stdout  # pytest was not started
+
+
+@pytest.mark.parametrize(("tier", "room"), [("rest", 2), ("slow", 1), ("test", 2)])
+def test_slow_tests_of_ci_wait_as_long_as_tests_that_run_side_by_side(monkeypatch, tier, room):
+    found = []
+    monkeypatch.setattr(tiers.timing, "crowd", found.append)
+    monkeypatch.setattr(tiers, "_selection", lambda asked: ["--shard", "0/6"])
+    monkeypatch.setattr(tiers, "_run", lambda *words, **more: 5)  # before mypy is waited for
+    monkeypatch.setattr(tiers, "_types", lambda wanted: contextlib.nullcontext())
+    assert tiers.main([tier]) == 5
+    assert found == [room]

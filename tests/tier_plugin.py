@@ -123,8 +123,15 @@ def _shuffle(items: list[pytest.Item], seed: int) -> None:
 @pytest.hookimpl(tryfirst=True)  # before any fixture starts something
 def pytest_runtest_setup(item: pytest.Item) -> None:
     until = item.config.getoption("--until")
-    if until is not None and time.time() > until:
+    if until is not None and time.time() + _needs_s(item) > until:
         pytest.skip(NOT_STARTED)
+
+
+def _needs_s(item: pytest.Item) -> float:
+    """The seconds that must be left for a test to start: none, but a third of its limit for one
+    whose limit is above those of all kinds, as it takes minutes."""
+    limit = item.get_closest_marker("timeout").args[0]
+    return limit / 3 if limit > deadline(max(tiers.TIMEOUTS_S.values())) else 0.0
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
