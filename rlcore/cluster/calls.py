@@ -11,6 +11,7 @@ from ray.exceptions import (
     ActorUnschedulableError,
     GetTimeoutError,
     RayActorError,
+    RayError,
     RayTaskError,
 )
 
@@ -85,6 +86,13 @@ def _cause(e: RayTaskError, what: str) -> Exception:
     if isinstance(cause, DEAD):
         return RoleLost(f"a process that {what} depended on died")
     return StageError(f"{what} failed: {type(cause or e).__name__}: {last_line(str(cause or e))}")
+
+
+def kill(handle: Any, *, no_restart: bool = True) -> None:
+    """End an actor's process at once. A cluster whose head is lost, or is another one by now,
+    refuses to; its actors end by themselves."""
+    with contextlib.suppress(RayError):
+        ray.kill(handle, no_restart=no_restart)
 
 
 def last_line(text: str) -> str:

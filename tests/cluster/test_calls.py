@@ -6,9 +6,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnschedulableError
+import ray
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, AuthenticationError
 
-from rlcore.cluster.calls import call
+from rlcore.cluster.calls import call, kill
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.errors import DeadlineExceeded, RoleLost
 
@@ -43,3 +44,17 @@ def test_the_buffers_client_passes_on_all_that_the_buffer_says_of_failed_scores(
     )
     client = RayBuffer(Failed(), "buffer", None, limits)
     assert asyncio.run(client.failed_scores()) == (3, 2, "3 of 5 samples")
+
+
+def test_a_process_of_a_cluster_with_another_head_counts_as_ended(monkeypatch):
+    """So Ray answers after a restart of the head, also where a run is taken down."""
+    asked = []
+
+    def refuse(handle, *, no_restart):
+        asked.append((handle, no_restart))
+        raise AuthenticationError("RPC error: WrongClusterID")
+
+    monkeypatch.setattr(ray, "kill", refuse)
+    kill("a learner")
+    kill("the graders", no_restart=False)
+    assert asked == [("a learner", True), ("the graders", False)]

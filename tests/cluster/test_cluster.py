@@ -1,15 +1,23 @@
 """Which cluster a run is on, what it waits for there and what it refuses."""
 
 import asyncio
+import contextlib
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
-from timing import deadline
+from timing import deadline, wait_until
 
 from rlcore.cluster import placement
+from rlcore.cluster.calls import kill
 from rlcore.cluster.placement import (
     SharedPlaces,
     actor_class,
@@ -106,6 +114,76 @@ def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
         assert strategy.node_id == ray.get_runtime_context().get_node_id() and strategy.soft
         handle = actor_class(threading.Event, num_cpus=0, scheduling_strategy=strategy).remote()
         assert ray.get(handle.is_set.remote(), timeout=deadline(60)) is False
+
+
+class Head:
+    """Ray on this machine that was started beforehand, with a node of two CPUs."""
+
+    def __init__(self, folder):
+        self._log = folder / "head"
+        self._sessions = tempfile.mkdtemp(prefix="ray-")  # sockets: their paths must be short
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self):
+        words = ["--head", "--block", f"--port={self._port}", "--node-ip-address=127.0.0.1"]
+        words += ["--num-cpus=2", f"--object-store-memory={2**27}", "--include-dashboard=false"]
+        ray_program = str(Path(sys.executable).parent / "ray")
+        self._process = subprocess.Popen(
+            [ray_program, "start", *words, f"--temp-dir={self._sessions}"],
+            stdout=self._log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        wait_until(lambda: "Ray runtime started" in self._log.read_text(), 60, "the head")
+
+    def stop(self):
+        """End the head with its node, and what the node has started."""
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.terminate()
+        self._process.wait(deadline(60))
+        for process in psutil.wait_procs(family, timeout=5)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def close(self):
+        if self._process.poll() is None:
+            self.stop()
+        shutil.rmtree(self._sessions, ignore_errors=True)
+
+
+@pytest.fixture
+def head(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    started = Head(tmp_path)
+    yield started
+    ray.shutdown()
+    started.close()
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize("when", ["before the run has left", "after that"])
+def test_a_process_whose_cluster_lost_its_head_joins_the_next_one(head, when):
+    """A head without a store of its own forgets its cluster, and may refuse calls of one before."""
+    needs = {"needed_cpus": 1, "needed_gpus": 0, "patience_s": deadline(60)}
+    with cluster(spec(head.address), **needs):
+        actor = actor_class(threading.Event, num_cpus=1).remote()
+        assert ray.get(actor.is_set.remote(), timeout=deadline(60)) is False
+        head.stop()
+        if when == "before the run has left":
+            head.start()
+        kill(actor)
+    if when == "after that":
+        with (
+            pytest.raises(DeadlineExceeded, match="does not answer"),
+            cluster(spec(head.address), **needs | {"patience_s": 1}),
+        ):
+            pass
+        head.start()
+    with cluster(spec(head.address), **needs):
+        another = actor_class(threading.Event, num_cpus=1).remote()
+        assert ray.get(another.is_set.remote(), timeout=deadline(60)) is False
 
 
 def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
-from rlcore.cluster.calls import call, get
+from rlcore.cluster.calls import call, get, kill
 from rlcore.cluster.specs import Hosting
 from rlcore.loop.role_protocols import Batch, BufferClient, Missing
 
@@ -112,4 +110,4 @@ class RayBuffer(BufferClient):
 
     def kill(self) -> None:
         """End the process at once."""
-        ray.kill(self.handle)
+        kill(self.handle)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from rlcore.cluster.calls import LOST_RANK_GRACE_S, call, get
+from rlcore.cluster.calls import LOST_RANK_GRACE_S, call, get, kill
 from rlcore.cluster.clients.rollout import RayRolloutActor
 from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded, RoleLost
@@ -104,7 +104,7 @@ class RankGroup:
     def kill(self) -> None:
         """End all ranks at once."""
         for handle in self.handles:
-            ray.kill(handle)
+            kill(handle)
 
 
 def deal(groups: Sequence[tuple[int, int]], count: int) -> list[list[int]]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import ray
-
-from rlcore.cluster.calls import answer, call
+from rlcore.cluster.calls import answer, call, kill
 from rlcore.cluster.specs import Hosting
 from rlcore.interfaces import Wake
 from rlcore.loop.role_protocols import ActorClient
@@ -87,7 +85,7 @@ class RayRolloutActor(ActorClient):
         return dict(await self._call(self.handle.status.remote(), "its heartbeat"))
 
     def kill(self) -> None:
-        ray.kill(self.handle, no_restart=True)
+        kill(self.handle)
 
 
 class PendingReply:

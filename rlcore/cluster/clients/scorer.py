@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from rlcore.cluster.actors.scorer import ScorerActor
-from rlcore.cluster.calls import call, get
+from rlcore.cluster.calls import call, get, kill
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.placement import CALL_THREADS, actor_class, on_node, other_actor_nodes
 from rlcore.cluster.specs import Hosting
@@ -68,7 +66,7 @@ class RayScorer(ScorerClient):
 
     def restart(self) -> None:
         """End the process; Ray starts another one."""
-        ray.kill(self.handle, no_restart=False)
+        kill(self.handle, no_restart=False)
 
     def close(self) -> None:
         """End the grading processes. Blocks."""
@@ -81,7 +79,7 @@ class RayScorer(ScorerClient):
 
     def kill(self) -> None:
         """End the process for good."""
-        ray.kill(self.handle)
+        kill(self.handle)
 
 
 def scorer_name(buffer: str, node_id: str = "") -> str:
@@ -171,8 +169,7 @@ class RayNodeScorers:
             "driver's node"
         )
         self._pids.pop(node, None)
-        with contextlib.suppress(RayError):
-            self._clients.pop(node).kill()
+        self._clients.pop(node).kill()
 
     def close(self) -> None:
         """End their grading processes. Blocks."""
@@ -182,8 +179,7 @@ class RayNodeScorers:
     def kill(self) -> None:
         """End all processes for good."""
         for client in self._clients.values():
-            with contextlib.suppress(RayError):
-                client.kill()
+            client.kill()
 
 
 def _started(client: RayScorer) -> bool:

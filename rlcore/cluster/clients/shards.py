@@ -7,7 +7,6 @@ and the number of the process, "NAME#2": the records of an earlier process are l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import time
@@ -27,7 +26,7 @@ from rlcore.buffer.journal import (
     write_record_file,
 )
 from rlcore.buffer.shard import Shard, ShardReply, ShardReport, ShardReporter
-from rlcore.cluster.calls import call
+from rlcore.cluster.calls import call, kill
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes, shard_name
 from rlcore.cluster.specs import Hosting
@@ -204,7 +203,7 @@ class RayShards:
         alive = await asyncio.gather(*(self._alive(name) for name in names))
         lost = [name for name, lives in zip(names, alive, strict=True) if not lives]
         for name in lost:
-            _kill(self._handles.pop(name))
+            kill(self._handles.pop(name))
             self._lost_at[self._nodes.pop(name)] = time.monotonic()
         return lost
 
@@ -220,9 +219,4 @@ class RayShards:
     def kill(self) -> None:
         """End all shards."""
         for handle in self._handles.values():
-            _kill(handle)
-
-
-def _kill(handle: Any) -> None:
-    with contextlib.suppress(RayError):
-        ray.kill(handle)
+            kill(handle)
