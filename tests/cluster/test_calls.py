@@ -39,8 +39,8 @@ def test_the_buffers_client_passes_on_all_that_the_buffer_says_of_failed_scores(
                 return asyncio.sleep(0, (3, 2, "3 of 5 samples"))
 
     limits = SimpleNamespace(
-        supervision=SimpleNamespace(hang_timeout_s=5.0),
-        schedule=SimpleNamespace(step_timeout_s=5.0, wait_space_timeout_s=5.0),
+        supervision=SimpleNamespace(start_timeout_s=5.0),
+        schedule=SimpleNamespace(publish_timeout_s=5.0),
     )
     client = RayBuffer(Failed(), "buffer", None, limits)
     assert asyncio.run(client.failed_scores()) == (3, 2, "3 of 5 samples")
