@@ -24,11 +24,11 @@ from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import DeadlineExceeded
 from rlcore.interfaces import Task
 from rlcore.seeding import derive_seed
-from rlcore.types import Item, Request, SamplingSpec, Trajectory
+from rlcore.types import ActorKind, Item, Request, SamplingSpec, Trajectory
 
 WAIT_S = 0.2
 NO_TOKENS = np.zeros(0, np.int32)
-ACTOR = ("try", "bf16")
+ACTOR: tuple[str, ActorKind] = ("try", "bf16")
 
 
 class ScriptedModel:

@@ -163,9 +163,10 @@ def _full_kl(hidden: Tensor, base: KlTarget, spec: HeadSpec) -> Tensor:
         raise NotImplementedError("a tabular policy has no KL to stored top log-probs")
     if isinstance(base, TeacherTarget):
         new = (hidden / spec.temperature).log_softmax(-1)
-        known = base.policy
-        if not isinstance(known, TopkTarget):
-            known = (known[0] @ known[1].T / spec.temperature).log_softmax(-1)
-        return to_teacher(new, known, base.spec)
+        if isinstance(base.policy, TopkTarget):
+            return to_teacher(new, base.policy, base.spec)
+        states, head = base.policy
+        whole = (states @ head.T / spec.temperature).log_softmax(-1)
+        return to_teacher(new, whole, base.spec)
     new, other = hidden / spec.temperature, base[0] @ base[1].T / spec.temperature
     return full_kl(new.log_softmax(-1), other.log_softmax(-1))
