@@ -196,7 +196,7 @@ def _columns(names: Iterable[str]) -> list[str]:
     """Names in columns, read downwards."""
     found = list(names)
     width = max(map(len, found), default=0) + 2
-    count = max(1, (WIDTH - 2) // width)
+    count = max(1, WIDTH // width)  # indented by two, and two spaces between columns
     rows = -(-len(found) // count)
     return ["  " + "".join(f"{n:<{width}}" for n in found[i::rows]).rstrip() for i in range(rows)]
 

@@ -58,7 +58,7 @@ class JackpotSpec(CorrectionSpec):
 
     Biased by the truncation at c1 and c2. normaliser=paper also by states of acceptance: a state
     counts by the share of its tokens that stay, and a mean that is not over all tokens at once
-    shrinks. The ablations mode=mask and mode=reweight are biased as halves of the correction:
+    shrinks. The ablations mode=mask and mode=reweight are each half a correction, and biased:
     tokens that stay do not follow p_t, or their weights are given to all tokens."""
 
     method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"

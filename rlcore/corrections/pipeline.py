@@ -82,7 +82,7 @@ class Pipeline:
 
     Each correction's statistics cover the tokens that earlier ones left in the loss. Which
     combinations are allowed is checked with the configuration (`config/checks.py`). Where no stage
-    weighs, the policy gradient is not corrected and is biased by the whole mismatch."""
+    weighs, there is no correction: the policy gradient is biased by the whole mismatch."""
 
     def __init__(
         self,
