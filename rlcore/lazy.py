@@ -7,6 +7,7 @@ without the seconds that an import of torch takes.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ else:
 
     class _Torch:
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("torch"), name)
+            # importlib takes microseconds to find what is there, thousands of times a step
+            return getattr(sys.modules.get("torch") or importlib.import_module("torch"), name)
 
     torch = _Torch()
