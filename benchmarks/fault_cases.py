@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-from fault_kit import Outcome, fault, kill, recovers, resumed
+from fault_kit import JoinedHead, Outcome, fault, kill, recovers, resumed
 from frozen_disk import FrozenDisk, may_freeze
 from harness import median, read_rows
 from job import Job, line_with
@@ -129,6 +129,38 @@ def head_stopped(folder: Path) -> tuple[Job, Outcome]:
     seconds = _stopped_for(job, "gcs_server", 5.0)
     assert "recovery" not in job.text(), job.text()[-2000:]
     return job, Outcome("nothing", seconds)
+
+
+@fault("Ray's head of a joined cluster stopped, and started again after twenty seconds")
+def head_restarted(folder: Path) -> tuple[Job, Outcome]:
+    head = JoinedHead(folder)
+    job = Job(folder, f"cluster.address={head.address}")
+
+    def restart() -> None:
+        head.stop()
+        time.sleep(20.0)
+        head.start()
+
+    outcome = recovers(job, restart, "recovery 1")
+    saved = line_with(job.text(), "continuing from")
+    job.seen |= head.roles()
+    return job, Outcome(outcome.saw, outcome.seconds, [saved])
+
+
+@fault("Ray's head of a joined cluster stopped for good; started later, and resumed")
+def head_away(folder: Path) -> tuple[Job, Outcome]:
+    head = JoinedHead(folder)
+    job = Job(folder, f"cluster.address={head.address}", "cluster.start_timeout_s=120")
+    job.wait(lambda: job.steps() >= 7, "seven steps")
+    head.stop()
+    code = job.end()
+    assert code == 1 and "Traceback" not in job.text(), (code, job.text()[-2000:])
+    saw = line_with(job.text(), "the run ended")
+    assert saw, job.text()[-2000:]  # a sentence of the run: Ray has not ended it
+    head.start()
+    job, outcome = resumed(folder)
+    job.seen |= head.roles()
+    return job, Outcome(saw, outcome.seconds, [outcome.saw])
 
 
 @fault("driver stopped (SIGSTOP) for thirty seconds, as where run_dir hangs")

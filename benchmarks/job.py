@@ -49,6 +49,19 @@ SMALL = (
 )
 
 
+def environment(folder: Path, fault: str = "") -> dict[str, str]:
+    """Variables of the processes of a job in `folder`: they have the fault, and log what is trained
+    on."""
+    path = [str(HERE / "fault_injection"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    injection = {
+        "RLCORE_FAULT": fault,
+        "RLCORE_FAULT_MARK": str(folder / "mark"),
+        "RLCORE_TRAINED": str(folder / TRAINED),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **injection}
+
+
 class Job:
     """A running `rlcore train`. Every wait has a deadline of `patience_s`."""
 
@@ -70,19 +83,11 @@ class Job:
             *(["resume=auto"] if resume else [*SMALL, cache]),
             *words,
         ]
-        path = [str(HERE / "fault_injection"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        injection = {
-            "RLCORE_FAULT": fault,
-            "RLCORE_FAULT_MARK": str(self.mark),
-            "RLCORE_TRAINED": str(folder / TRAINED),
-            "PYTHONPATH": os.pathsep.join(path),
-        }
-        environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **injection}
         self.process = subprocess.Popen(
             [str(Path(sys.executable).parent / "rlcore"), "train", *self.words],
             stdout=self.log.open("a"),
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=environment(folder, fault),
             start_new_session=True,
         )
         self.seen: set[psutil.Process] = set()

@@ -54,6 +54,8 @@ class RayRoleWatch(RoleWatch):
             if misses >= HEAD_MISSES:
                 raise RoleLost("Ray's head process cannot be reached any more")
             await asyncio.gather(*(self._alive(handle, who) for handle, who in self._roles))
+            if misses:
+                continue  # what follows asks the head for its nodes, and would wait for it
             for shard in await self._shards.watch():
                 await shard_lost(shard)
             now = await self._scorer_pid()

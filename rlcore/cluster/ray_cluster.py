@@ -301,6 +301,18 @@ async def head_answers(timeout_s: float = 5.0) -> bool:
     return True
 
 
+def joined_head_lost(address: str | None) -> bool:
+    """Return whether this process has joined a cluster (`cluster.address`) whose head cannot be
+    reached. Blocks for 5 s at most."""
+    if joined_address(address) is None:
+        return False
+    try:
+        _check_reachable(ray.get_runtime_context().gcs_address)
+    except UserError:
+        return True
+    return False
+
+
 def _check_capacity(cpus: float, gpus: float) -> None:
     have = ray.cluster_resources()
     for name, need in (("CPU", cpus), ("GPU", gpus)):

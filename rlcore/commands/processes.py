@@ -17,7 +17,7 @@ from rlcore.cluster.clients.scorer import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.heartbeats import RayRoleWatch
 from rlcore.cluster.placement import SharedPlaces
-from rlcore.cluster.ray_cluster import cluster
+from rlcore.cluster.ray_cluster import cluster, joined_head_lost
 from rlcore.cluster.specs import Hosting
 from rlcore.cluster.start import (
     rollout_spawner,
@@ -190,7 +190,10 @@ class Session:
         self.buffer.load(str(checkpoint / "buffer"), self.shards.names)
 
     def close(self) -> None:
-        """End every process of the run; those that do not end by themselves are killed."""
+        """End every process of the run; those that do not end by themselves are killed. On a
+        cluster without a head none can be, and they end with their nodes."""
+        if joined_head_lost(self._config.cluster.address):
+            return  # at once: Ray ends a driver that is connected for a minute without a head
         closing: list[RayScorer | RayNodeScorers | None] = [self.scorer, self.beside]
         for graders in closing:
             try:

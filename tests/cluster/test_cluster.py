@@ -25,7 +25,12 @@ from rlcore.cluster.placement import (
     free_port,
     rendezvous,
 )
-from rlcore.cluster.ray_cluster import cluster, head_answers, joined_address
+from rlcore.cluster.ray_cluster import (
+    cluster,
+    head_answers,
+    joined_address,
+    joined_head_lost,
+)
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, UserError
 
@@ -184,6 +189,20 @@ def test_a_process_whose_cluster_lost_its_head_joins_the_next_one(head, when):
     with cluster(spec(head.address), **needs):
         another = actor_class(threading.Event, num_cpus=1).remote()
         assert ray.get(another.is_set.remote(), timeout=deadline(60)) is False
+
+
+def test_a_head_that_refuses_connections_is_lost_where_the_cluster_was_joined(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        connected = SimpleNamespace(gcs_address=address)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: connected)
+        assert joined_head_lost(address)
+        head.listen()
+        assert not joined_head_lost(address)
+    assert joined_head_lost("auto")  # whatever names the cluster
+    assert not joined_head_lost(None)  # one of this process, which ends it
 
 
 def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):

@@ -1,5 +1,7 @@
 """Keys reach the roles that they govern."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlcore.buffer.specs import TaskShare
@@ -166,3 +168,18 @@ def test_a_clip_that_cannot_bind_is_said_with_the_keys_to_change():
 )
 def test_nothing_is_said_of_a_clip_that_can_bind_or_is_not_there(words):
     assert derived.idle_clip(run(*words)) is None
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_no_process_of_a_cluster_without_a_head_is_waited_for(lost, monkeypatch):
+    """Its graders would not answer, and Ray ends a driver that stays for a minute."""
+    ended = []
+    graders = SimpleNamespace(close=lambda: ended.append("closed"), kill=lambda: None)
+    buffer = SimpleNamespace(kill=lambda: ended.append("killed"))
+    session = processes.Session.__new__(processes.Session)
+    session._config = run("cluster.address=head:6379")
+    session.scorer, session.buffer = graders, buffer
+    session.beside = session.fleet = session.learner = session.shards = None
+    monkeypatch.setattr(processes, "joined_head_lost", lambda address: lost)
+    session.close()
+    assert ended == ([] if lost else ["closed", "killed"])
