@@ -32,7 +32,7 @@ ACTOR: tuple[str, ActorKind] = ("try", "bf16")
 
 
 class ScriptedModel:
-    """What the model says in one episode.
+    """The words of a scripted model in one episode.
 
     An environment with worked turns is played a second time in this process, beside the real one,
     with the same seed: so its worked turns follow what has been said.
