@@ -119,7 +119,8 @@ def watched(fd: int) -> None:
         ended, status = os.waitpid(worker, os.WNOHANG)
     end_descendants()
     if os.WIFSIGNALED(status):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, told)
+        # SIGTERM stays blocked: of a caller that reads the end of the child, it may be pending
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {os.WTERMSIG(status)})
         os.kill(watcher, os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
 
