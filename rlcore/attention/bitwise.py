@@ -4,7 +4,7 @@ sequences.
 
 On x86 CPUs, float32, one thread, torch and MKL have almost all of it: softmax, sums over the last
 dimension and functions of single values give a row the same bits in any company, and a product of
-matrices gives a row the same bits in any company of three rows or more, also if its columns are
+matrices gives a row the same bits in any company of four rows or more, also if its columns are
 those of several weights side by side (multiples of 32). Two things have to be seen to: products of
 fewer rows, which take other kernels, and attention, whose kernels divide the keys by how many there
 are. Here products have `LEAST` rows at least, and attention is a product with all `length`

@@ -142,6 +142,13 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
         config.learner.lora is not None,
         f"{whose}, which cannot be combined with learner.lora yet: set learner.lora=null.",
     )
+    unproven = {
+        f"teacher.kind={config.teacher.kind}": config.teacher.used,
+        f"critic.kind={config.critic.kind}": config.critic.trained,
+        "bitwise=true": config.bitwise,
+    }
+    used = next((setting for setting, on in unproven.items() if on), "")
+    refuse(bool(used), f"{whose}, which is not proven with {used}: choose a dense model.")
     for label, actor in config.actor.items():
         refuse(
             actor.kind != "bf16" or actor.rounding != "none",

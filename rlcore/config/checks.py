@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
-from rlcore.config.bitwise import check_bitwise
-from rlcore.config.critic import check_critic
-from rlcore.config.kinds import check_kinds, check_round_as, check_shares, check_targets, shown
+from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
+from rlcore.config.learner_checks import (
+    check_bitwise,
+    check_critic,
+    check_round_as,
+    check_teacher,
+)
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.places import check_colocated, check_gpu_shares
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
-from rlcore.config.teacher import check_teacher
 from rlcore.corrections.covariance import KlCovSpec
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.tis import TisSpec

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rlcore.config.schema import CorrectionList, RunConfig
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.specs import CorrectionSpec
-from rlcore.learner.specs import PARTS
 from rlcore.loop.shares import most_shares
 from rlcore.loop.specs import TargetSpec
 from rlcore.spec import refuse
@@ -52,55 +49,6 @@ def check_shares(c: RunConfig) -> None:
         f"{keys} is between {least:g} and {most:g} over the run: shares add up to 1, or to less "
         "where another kind has none and takes the rest.",
     )
-
-
-def check_round_as(c: RunConfig) -> None:
-    """Check that the learner can round exactly as the actor that it names."""
-    label = c.learner.round_as
-    if label is None:
-        return
-    key = f"learner.round_as={label}"
-    rounding = [name for name, actor in c.actor.items() if actor.rounding != "none"]
-    actor = c.actor.get(label)
-    refuse(
-        actor is None or actor.rounding == "none",
-        f"{key} is no actor of this run with emulated rounding: set actor.{label}.rounding, or "
-        f"choose one of {', '.join(rounding) or 'none'} (of vLLM's own FP8 the learner would have "
-        "to repeat the kernels).",
-    )
-    assert actor is not None
-    for whose, spec in (("learner", c.learner), (f"actor.{label}", actor)):
-        refuse(
-            spec.compute_dtype != "float32",
-            f"{key} is exact in float32, and {whose} computes in {spec.compute_dtype}: use "
-            f"{whose}.dtype=float32, or round_as=null.",
-        )
-    refuse(
-        actor.target is not None and actor.target.moves == "layers",
-        f"{key} rounds the same layers throughout, and actor.{label}.target.moves=layers changes "
-        "them: move something else, or use round_as=null.",
-    )
-    for other, used in _not_rounded(c):
-        refuse(used, f"{key} is not proven with {other}: leave that out, or use round_as=null.")
-
-
-def _not_rounded(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, True if they are used) with which the learner's rounding as an actor is
-    unproven."""
-    learner = c.learner
-    yield f"learner.num_gpus={learner.num_gpus:g}", learner.num_gpus > 0
-    for name in PARTS:
-        yield f"learner.{name}={getattr(learner, name)}", getattr(learner, name) > 1
-    for what in ("optimizer", "parameters"):
-        place = getattr(learner.offload, what)
-        yield f"learner.offload.{what}={place}", place != "none"
-    # actors round the sum of weights and adapter, which the learner never forms
-    for name in ("lora", "distill", "draft"):
-        yield f"learner.{name}", getattr(learner, name) is not None
-    for name in ("train_sparse", "router_replay"):
-        yield f"learner.{name}=true", getattr(learner, name)
-    yield "critic.kind=value_head", c.critic.kind == "value_head"
-    yield "model.diffusion", c.model.diffusion is not None
 
 
 def check_targets(c: RunConfig) -> None:

@@ -97,6 +97,9 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
         (MIXTURE, ["actor=sparse"], "choose actor=bf16"),
         (MIXTURE, ["actor.bf16.rounding=int8"], "with kind=bf16 and rounding=int8"),
         (MIXTURE, ["actor.bf16.num_gpus=1"], "Set actor.bf16.num_gpus=0"),
+        (MIXTURE, ["teacher=previous"], "not proven with teacher.kind=previous"),
+        (MIXTURE, ["algorithm=ppo", "critic=model"], "not proven with critic.kind=model"),
+        (MIXTURE, ["bitwise=true", "schedule=on_policy"], "not proven with bitwise=true"),
     ],
 )
 def test_what_does_not_go_with_a_mixture_of_experts_is_refused(model, words, says):

@@ -302,6 +302,8 @@ REFUSED = [  # words; parts that the sentence must hold
     ([*BITWISE, "rollout.temperature=0.8"], ["bitwise=true", "temperature of 0.8 of task"]),
     ([*BITWISE, "rollout.top_p=0.9"], ["bitwise=true", "rollout.top_p=0.9"]),
     ([*BITWISE, "learner.num_cpus=2"], ["bitwise=true", "learner.num_cpus=2", "one core"]),
+    ([*BITWISE, "learner.max_threads=2"], ["bitwise=true", "learner.max_threads=2", "one core"]),
+    ([*BITWISE, "algorithm=ppo", "critic=model"], ["bitwise=true", "critic.kind=model"]),
     ([*BITWISE, "learner.lora={}"], ["bitwise=true", "learner.lora"]),
     ([*BITWISE, "actor=sparse"], ["bitwise=true", "actor.sparse.kind=sparse"]),
     ([*BITWISE, "actor=fp8"], ["bitwise=true", "actor.fp8.rounding=fp8", "round_as=fp8"]),

@@ -15,10 +15,18 @@ ALONE = {"advantage": "reinforce", "loss": "reinforce", "reward_weight": 0.0}
 
 
 def taught_once(
-    rank: int, world: int, port: int, model: str, stage: int, spec: TeacherSpec, folder: str
+    rank: int,
+    world: int,
+    port: int,
+    model: str,
+    stage: int,
+    spec: TeacherSpec,
+    folder: str,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Two epochs of a phase of two batches, and the rest of them after a load in the middle."""
-    job = make_job(model, zero_stage=stage, micro_batch_tokens=60, teacher=spec, lr=5e-3, **ALONE)
+    options = {"zero_stage": stage, "micro_batch_tokens": 60, "lr": 5e-3, "lora": lora}
+    job = make_job(model, teacher=spec, **options, **ALONE)
 
     def learner() -> LearnerRank:
         return LearnerRank(job, make_place(rank, world, port))

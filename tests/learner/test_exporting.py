@@ -5,12 +5,13 @@ from pathlib import Path
 
 import distill_jobs
 import pytest
-from learner_helpers import make_groups, make_job, on_ranks, small_model
+from learner_helpers import ALPHABET, make_groups, make_job, on_ranks, small_model
 from lora_jobs import LORA
 from rank_jobs import learner, share
 
 from rlcore.errors import StageError
 from rlcore.learner.exporting import export_stored
+from rlcore.testing.experts import tiny_mixture
 
 BF16 = {"dtype": "bfloat16", "zero_stage": 3}
 JOBS = {
@@ -22,8 +23,14 @@ JOBS = {
 }
 
 
-def _train_save_export(rank, world, port, model, folder):
-    for name, options in JOBS.items():
+EXPERTS = {
+    "experts": {"zero_stage": 2},
+    "divided experts": {"zero_stage": 1, "ranks": 2, "expert_parallel": 2},
+}
+
+
+def _train_save_export(rank, world, port, model, folder, jobs):
+    for name, options in jobs.items():
         one = learner(rank, world, port, model, **options)
         one.begin_phase([share(make_groups(5), rank, world)])
         one.train_step(0)
@@ -32,14 +39,18 @@ def _train_save_export(rank, world, port, model, folder):
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_is_exported_without_its_ranks(tmp_path):
-    model = small_model(tmp_path / "model")
-    on_ranks(2, _train_save_export, model, str(tmp_path))
-    for name, options in JOBS.items():
+@pytest.mark.parametrize("jobs", [JOBS, EXPERTS], ids=["dense", "experts"])
+def test_a_checkpoint_is_exported_without_its_ranks(tmp_path, jobs):
+    model = str(tmp_path / "model")
+    if jobs is EXPERTS:
+        tiny_mixture(tmp_path / "model", ALPHABET, seed=3)
+    else:
+        small_model(tmp_path / "model")
+    on_ranks(2, _train_save_export, model, str(tmp_path), jobs)
+    for name, options in jobs.items():
         folder = tmp_path / name
         export_stored(make_job(model, **options), folder / "state", folder / "files")
-        theirs = {p.relative_to(folder / "ranks"): p for p in (folder / "ranks").rglob("*.*")}
-        ours = {p.relative_to(folder / "files"): p for p in (folder / "files").rglob("*.*")}
+        theirs, ours = (_files(folder / side) for side in ("ranks", "files"))
         assert ours.keys() == theirs.keys() and len(ours) >= 3, name
         for file in ours:
             if file.name == "adapter_config.json":  # names the folder that it is beside
@@ -48,6 +59,15 @@ def test_a_checkpoint_is_exported_without_its_ranks(tmp_path):
             else:
                 assert ours[file].read_bytes() == theirs[file].read_bytes(), (name, file)
 
+
+def _files(folder):
+    return {path.relative_to(folder): path for path in folder.rglob("*.*")}
+
+
+@pytest.mark.ranks
+def test_a_state_of_another_model_is_refused(tmp_path):
+    model = small_model(tmp_path / "model")
+    on_ranks(1, _train_save_export, model, str(tmp_path), {"whole": {}})
     other = make_job(model, lora=LORA)
     with pytest.raises(StageError, match=r"state in .* does not fit the run's model"):
         export_stored(other, tmp_path / "whole" / "state", tmp_path / "other")

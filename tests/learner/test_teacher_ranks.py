@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from learner_helpers import on_ranks, small_model
+from lora_jobs import LORA
 from teacher_jobs import taught_once
 
 from rlcore.objectives.specs import TeacherSpec
@@ -63,6 +64,18 @@ def test_a_policy_comes_nearer_to_a_frozen_teacher(alone):
 @pytest.mark.slow  # two runs of which one serves no other quick test
 def test_the_previous_policy_is_the_policy_where_it_is_refreshed_every_step(alone):
     assert alone("previous")["rows"] == alone("policy")["rows"]
+
+
+@pytest.mark.slow  # adapters are the engine's; kind=previous alone reads them merged
+def test_with_adapters_the_previous_policy_is_the_policy_to_rounding(model, specs, tmp_path):
+    found = {
+        name: on_ranks(1, taught_once, model, 0, specs[name], str(tmp_path / name), LORA)[0]
+        for name in ("previous", "policy")
+    }
+    for out in found.values():
+        _resumes(out)
+    losses = [[row["loss/teacher"] for row in out["rows"]] for out in found.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and min(losses[0]) > 0
 
 
 def _resumes(out):
