@@ -19,6 +19,7 @@ from timing import deadline
 
 from rlcore.config.compose import absolute, load
 from rlcore.environments import environment_maker
+from rlcore.environments.endpoint_forms import FORMS
 from rlcore.environments.endpoint_http import (
     ROLES,
     Sampling,
@@ -328,13 +329,18 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = st.sampled_from(
-    ["messages", "tools", "max_tokens", "stop", "temperature", "n", "stream", "stream_options"]
+    [
+        *("messages", "tools", "max_tokens", "stop", "temperature", "n", "stream"),
+        *("stream_options", "input", "instructions", "prompt", "system", "tool_choice", "text"),
+    ]
 )
 CALLS = st.fixed_dictionaries(
     {"function": st.fixed_dictionaries({"arguments": JSON, "name": JSON})}
 )
 MESSAGES = st.dictionaries(
-    st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "name"]),
+    st.sampled_from(
+        ["role", "content", "tool_calls", "tool_call_id", "name", "type", "call_id", "arguments"]
+    ),
     JSON | st.sampled_from(ROLES) | st.lists(CALLS, max_size=2),
 )
 BODIES = st.one_of(
@@ -366,13 +372,13 @@ def session():
     server.close()
 
 
-@settings(max_examples=60, deadline=None)
-@given(BODIES)
-def test_whatever_a_program_sends_is_answered_and_the_endpoint_goes_on(session, body):
+@settings(max_examples=90, deadline=None)
+@given(st.sampled_from(sorted(FORMS)), BODIES)
+def test_whatever_a_program_sends_is_answered_and_the_endpoint_goes_on(session, path, body):
     link = http.client.HTTPConnection("127.0.0.1", session.server_port, timeout=deadline(60))
     headers = {"Authorization": f"Bearer {session.api_key}"}
     with contextlib.closing(link):
-        link.request("POST", "/v1/chat/completions", body, headers)
+        link.request("POST", path, body, headers)
         with link.getresponse() as reply:
             said = reply.read()
             assert reply.status in (200, 400)
