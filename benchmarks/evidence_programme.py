@@ -254,7 +254,7 @@ _STRATA_STUDY = Study(
     experiment="mixed_fleet",
     knob="rounding of half of the groups",
     matched=("none", ("actor=[bf16]", "correction=[tis]")),
-    sizes={kind: (f"actor.fp8.rounding={kind}",) for kind in ("int4", "int3")},
+    sizes={"int3": ("actor.fp8.rounding=int3",)},
     arms={
         "by kind": _AIS_BOTH,
         "pooled": (*_AIS_BOTH, "correction.strata=none"),
