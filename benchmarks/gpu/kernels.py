@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from setting import Row, Setting
+from setting import NO_LIGER, Row, Setting
 
 DIM = 128
 
@@ -226,6 +226,9 @@ def head(s: Setting, shape: dict[str, int]) -> None:
     targets = torch.randint(0, v, (n,), device=s.device)
     exact = exact_logp(hidden.detach(), weight.detach(), targets)
     for name, run in head_passes(hidden, weight, targets).items():
+        if name.startswith("Liger") and not s.has_liger:
+            s.add("head", {"pass": name, "what": NO_LIGER})
+            continue
         try:
             run().mean().backward()  # compilation and workspaces
         except (ImportError, RuntimeError) as e:  # such as Liger's kernel for another card

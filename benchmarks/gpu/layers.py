@@ -3,12 +3,11 @@ computes it now (eager), with Liger's kernels, and compiled."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from setting import Row, Setting
+from setting import NO_LIGER, Row, Setting
 from sparse_forward import median_ms
 
 EIGHT_B = {
@@ -36,8 +35,8 @@ def layer(s: Setting, shape: dict[str, int]) -> None:
         angles = Qwen3RotaryEmbedding(config)(x, places)
     found: dict[str, list[torch.Tensor]] = {}
     for name, make in WAYS.items():
-        if name == "Liger" and (s.small or importlib.util.find_spec("liger_kernel") is None):
-            s.add("layer", {"by": name, "what": "skipped: needs a GPU and liger-kernel"})
+        if name == "Liger" and not s.has_liger:
+            s.add("layer", {"by": name, "what": NO_LIGER})
             continue
         run = passes(make(config, s), x, angles)
         found[name] = run()

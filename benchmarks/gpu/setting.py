@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+NO_LIGER = "skipped: needs a GPU and liger-kernel"
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One check: shape, device, contexts, batches, and the file its rows go to."""
@@ -55,6 +59,11 @@ class Setting:
     @property
     def model(self) -> str:
         return str(self.folder / "model")
+
+    @property
+    def has_liger(self) -> bool:
+        """On CPUs Liger's kernels do not run."""
+        return self.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
     @property
     def small(self) -> bool:
