@@ -34,7 +34,7 @@ from rlcore.learner.protocols import Companion, TrainEngine
 from rlcore.learner.ranks import is_first_rank
 from rlcore.learner.specs import SPARSE_COPY, DistillSpec, LearnerJob
 from rlcore.learner.state import export_model
-from rlcore.learner.update import StepLoss
+from rlcore.learner.step_loss import StepLoss
 from rlcore.objectives.advantages import without_truncated
 from rlcore.objectives.kl import CLAMP, distill_sampled
 from rlcore.objectives.losses import CLIP_SHARES, coefficients, counts

@@ -6,6 +6,10 @@ several micro-batches, p_ref (and p_new) is computed by a pass of its own. Where
 the whole share, or each episode is corrected by its own tokens, or all passes are kept for their
 backward passes (`KeptPasses`), both come from what is differentiated (p_ref only if the phase
 is one step).
+
+Where no advantage of any rank differs from 0, the backward passes whose loss has slope 0 at every
+score are left out. The optimizer step is taken all the same: moments and weight decay still move
+the weights.
 """
 
 from __future__ import annotations
@@ -30,90 +34,21 @@ from rlcore.learner.batch import (
 )
 from rlcore.learner.critic import Critic
 from rlcore.learner.lm_head import HeadSpec, KlTarget
-from rlcore.learner.metric_sums import LOSS, Declared, Sums
-from rlcore.learner.packing import KeptPasses, MicroBatch
+from rlcore.learner.metric_sums import Declared, Sums
+from rlcore.learner.packing import KeptPasses, MicroBatch, dummy
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob
+from rlcore.learner.step_loss import StepLoss
 from rlcore.learner.task_advantages import TaskAdvantages
 from rlcore.learner.teacher import Teacher
 from rlcore.objectives.advantages import overlong_penalty
 from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
-from rlcore.objectives.losses import coefficients, counts, policy_loss
+from rlcore.objectives.losses import coefficients, counts
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, make_loss
 from rlcore.types import StepTensors, TokenScores
 
-
-class StepLoss:
-    """loss = sum over tokens of coefficient * (reward_weight * policy + kl_coef * KL - entropy_coef
-    * entropy + teacher.weight * distance)."""
-
-    def __init__(
-        self, spec: ObjectiveSpec, *, short_circuit: bool, teacher: TeacherSpec | None = None
-    ) -> None:
-        """`short_circuit`: PPO's ratio is p_new / SG(p_new), so that its clip never binds.
-        `teacher`: that distances are to, if there is one."""
-        self.spec = spec
-        self._teacher = teacher
-        self._policy = make_loss(spec)
-        self._short_circuit = short_circuit
-
-    @property
-    def needs_base_logp(self) -> bool:
-        """True if log-probs under the frozen starting policy are needed."""
-        return self.spec.kl_in_reward or (self.spec.kl_in_loss and not self.needs_full_kl)
-
-    @property
-    def needs_full_kl(self) -> bool:
-        """True if the KL over the whole vocabulary is needed."""
-        return self.spec.kl_in_loss and self.spec.kl_estimator == "full"
-
-    @property
-    def indicators(self) -> tuple[str, ...]:
-        """Names of the indicators that the policy loss returns, beside its ratio."""
-        return tuple(self._policy.indicators)
-
-    @property
-    def sums(self) -> dict[str, Declared]:
-        """Every sum that `__call__` may return."""
-        declared = {"loss/policy": LOSS}
-        if self.spec.kl_in_loss:
-            declared["loss/kl"] = LOSS
-        if self._teacher is not None:
-            declared["loss/teacher"] = LOSS
-        kept = Declared("kept tokens")
-        return declared | {f"policy/{name}": kept for name in ("ratio", *self.indicators)}
-
-    def __call__(
-        self,
-        tokens: LossTensors,
-        coefficients: Tensor,
-        entropy: Tensor,
-        kl: Tensor | None,
-        distance: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss (scalar) of whole episodes, and sums over their tokens, by metric name.
-
-        coefficients, entropy, kl, distance: [b, T]; kl is each token's KL to the frozen policy,
-        distance its distance to the teacher, or None.
-        """
-        per_token, indicators = policy_loss(self._policy, tokens, short_circuit=self._short_circuit)
-        policy = (per_token * coefficients).sum()
-        loss = self.spec.reward_weight * policy
-        sums = {"loss/policy": policy}
-        if distance is not None and self._teacher is not None:
-            sums["loss/teacher"] = mean = (distance * coefficients).sum()
-            loss = loss + self._teacher.weight * mean
-        if kl is not None:
-            kl_mean = (kl * coefficients).sum()
-            loss = loss + self.spec.kl_coef * kl_mean
-            sums["loss/kl"] = kl_mean
-        if self.spec.entropy_coef:
-            loss = loss - self.spec.entropy_coef * (entropy * coefficients).sum()
-        sums |= {f"policy/{name}": values.sum() for name, values in indicators.items()}
-        return loss, sums
-
+FLAT = "train/flat_positions"  # whose backward pass was left out
 
 # a differentiated pass: scores, and the full KL [N] or what is known of the distance to a teacher
 # [N, 2]
@@ -140,6 +75,7 @@ class _Shared:
     coefficients: Tensor  # [B, T]
     first: bool  # of the step's phase: p_ref is p_new detached
     sums: Sums
+    still: bool  # no advantage of a token in the loss differs from 0, on any rank
 
 
 class Update:
@@ -254,8 +190,9 @@ class Update:
         waits = self.critic is not None and step < self.critic.warmup_steps
         if waits:  # the critic learns alone: no gradient, and no step of the policy
             coefs = torch.zeros_like(coefs)
-        sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
-        shared = _Shared(batch, tensors.advantages, coefs, first, sums)
+        sums = self._sums(batch)
+        still = self._still(tensors.advantages, coefs)
+        shared = _Shared(batch, tensors.advantages, coefs, first, sums, still)
         for i, mb in enumerate(batch.micro):
             mine = corrected.rows(mb.episodes)
             # taken out, so that its memory is free after its backward pass
@@ -303,8 +240,8 @@ class Update:
         """A step whose corrections see one micro-batch at a time, from the differentiated pass."""
         usable = self.pipeline.usable(batch.sent)
         coefs, kept = self._coefficients(usable)
-        sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
-        shared = _Shared(batch, advantages, coefs, True, sums)
+        sums = self._sums(batch)
+        shared = _Shared(batch, advantages, coefs, True, sums, self._still(advantages, coefs))
         parts = []
         for i, mb in enumerate(batch.micro):
             scores, kl = self._forward(batch, mb, self.topk)
@@ -346,36 +283,76 @@ class Update:
         self, shared: _Shared, index: int, forward: Forward, corrected: Corrected
     ) -> None:
         """Loss and backward of a micro-batch; `corrected` holds its rows."""
-        mb, (scores, kl) = shared.batch.micro[index], forward
-        tokens = None
+        mb, last = shared.batch.micro[index], index == len(shared.batch.micro) - 1
         if len(mb.episodes):
-            rows, width = mb.episodes, shared.batch.sent.mask.shape[1]
-            tokens = self._loss_tensors(shared, mb, scores, corrected)
-            if self.trace is not None:
-                tokens.logp_new.retain_grad()
-            # like the full KL: a token that the corrections dropped or weighed 0 has none
-            entropy = mb.dense(scores.entropy, width) * self.pipeline.state_weight(corrected)
-            penalty = self._kl(shared, mb, forward, tokens, corrected)
-            distance = self._distance(shared, mb, forward, tokens, corrected)
-            coefs = shared.coefficients[rows]
-            loss, values = self.loss(tokens, coefs, entropy, penalty, distance)
-            values["entropy"] = scores.entropy.detach().sum()
-            values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
+            loss, values, tokens = self._loss_of(shared, mb, forward, corrected)
             shared.sums.add(values)
         else:
-            # A dummy: it adds nothing, but must join the other ranks' collectives. Every output
-            # that they differentiate must be in this graph too: ZeRO-3 gathers once for each, and
-            # the ranks would otherwise wait for each other until the deadline.
-            outputs = [
-                t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad
-            ]
-            loss = 0.0 * torch.stack([t.sum() for t in outputs]).sum()
-        self.engine.backward(loss, last=index == len(shared.batch.micro) - 1)
+            loss, tokens = _nothing(forward), None
+        if shared.still and self._flat(shared, mb, forward, corrected):
+            shared.sums.add({FLAT: torch.tensor(float(mb.tokens), device=self.engine.device)})
+            if not last:
+                return
+            # ends the accumulation on every rank, at the cost of one position
+            loss = _nothing(self._forward(shared.batch, dummy(device=self.engine.device), 0))
+        if self.trace is not None and tokens is not None:
+            tokens.logp_new.retain_grad()
+        self.engine.backward(loss, last=last)
         if self.trace is not None and tokens is not None:
             slope = tokens.logp_new.grad
             assert slope is not None
             parts = (slope, tokens.weight, tokens.mask, tokens.advantages)
             self.trace.append(TokenTrace(mb.episodes, *(p.detach().clone() for p in parts)))
+
+    def _loss_of(
+        self, shared: _Shared, mb: MicroBatch, forward: Forward, corrected: Corrected
+    ) -> tuple[Tensor, dict[str, Tensor], LossTensors]:
+        """Loss (scalar) of a micro-batch, sums by metric name, and the tensors of the loss."""
+        scores, rows, width = forward[0], mb.episodes, shared.batch.sent.mask.shape[1]
+        tokens = self._loss_tensors(shared, mb, scores, corrected)
+        # like the full KL: a token that the corrections dropped or weighed 0 has none
+        entropy = mb.dense(scores.entropy, width) * self.pipeline.state_weight(corrected)
+        penalty = self._kl(shared, mb, forward, tokens, corrected)
+        distance = self._distance(shared, mb, forward, tokens, corrected)
+        coefs = shared.coefficients[rows]
+        loss, values = self.loss(tokens, coefs, entropy, penalty, distance)
+        values["entropy"] = scores.entropy.detach().sum()
+        values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
+        return loss, values, tokens
+
+    def _sums(self, batch: StepBatch) -> Sums:
+        declared = self.loss.sums | {FLAT: Declared()}
+        return Sums.of_step(declared, batch.episodes, self.engine.device)
+
+    def _still(self, advantages: Tensor, coefs: Tensor) -> bool:
+        """Return whether no token's advantage in the loss differs from 0, on any rank. Collective.
+
+        False where a trace asks for every slope, and with a teacher, whose distances are counted as
+        they are computed.
+        """
+        if self.trace is not None or self.teacher is not None:
+            return False
+        moves = (advantages * coefs != 0).any()  # also where one is not finite
+        return not bool(self.reduce.max(moves.float()))
+
+    def _flat(
+        self, shared: _Shared, mb: MicroBatch, forward: Forward, corrected: Corrected
+    ) -> bool:
+        """Return whether the loss has slope 0 at every score of this micro-batch, and of those of
+        other ranks: its gradient is then 0. Collective."""
+        moves = torch.zeros((), device=self.engine.device)
+        if len(mb.episodes):
+            scores, kl = forward
+            # copies: to differentiate by the engine's own outputs would call its hooks
+            leaves = [None if t is None else _leaf(t) for t in (scores.logp, scores.entropy, kl)]
+            logp, entropy, kl = leaves
+            assert logp is not None and entropy is not None
+            copied = replace(scores, logp=logp, entropy=entropy), kl
+            loss = self._loss_of(shared, mb, copied, corrected)[0]
+            by = [t for t in leaves if t is not None and t.requires_grad]
+            slopes = torch.autograd.grad(loss, by, allow_unused=True)
+            moves = torch.stack([(s != 0).any() for s in slopes if s is not None]).any().float()
+        return not bool(self.reduce.max(moves))
 
     def _kl(
         self,
@@ -516,6 +493,19 @@ class Update:
         spec = replace(self.head, topk=topk, entropy_grad=False)
         parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, spec), spec)) for mb in batch.micro]
         return PolicyScores.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
+
+
+def _nothing(forward: Forward) -> Tensor:
+    """The loss 0 of a dummy: it adds nothing, but must join the other ranks' collectives. Every
+    output that they differentiate must be in this graph too: ZeRO-3 gathers once for each, and the
+    ranks would otherwise wait for each other until the deadline."""
+    scores, kl = forward
+    outputs = [t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad]
+    return 0.0 * torch.stack([t.sum() for t in outputs]).sum()
+
+
+def _leaf(scores: Tensor) -> Tensor:
+    return scores.detach().requires_grad_(scores.requires_grad)
 
 
 def _one_forward(batch: StepBatch) -> bool:

@@ -1,6 +1,6 @@
 """Metrics of the learner: corrections, losses and training batches."""
 
-from rlcore.metrics.metric import CUT, Metric
+from rlcore.metrics.metric import CUT, FLAT, Metric
 
 CORRECTION = "see the page of the correction under [Corrections](corrections/index.md)"
 ESS = "[ESS falls](troubleshooting.md#ess-falls)"
@@ -383,6 +383,15 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "positions",
         "of the batch's sequences one by one, without padding",
         "sum",
+    ),
+    Metric(
+        "train/flat_positions",
+        "positions",
+        "of the batch whose backward pass was left out, since no advantage differs from 0 and the "
+        "gradient is exactly 0",
+        "sum",
+        healthy="0 in most steps",
+        otherwise=FLAT,
     ),
     Metric("train/tokens", "tokens", "sampled tokens of the batch that are trained on"),
     Metric("train/sequences", "sequences", "sequences of the batch"),

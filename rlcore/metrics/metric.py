@@ -58,4 +58,5 @@ def _covers(template: str, segment: str) -> bool:
 
 ENGINES_WAIT = "[The engines wait](troubleshooting.md#the-engines-wait)"
 GRADER = "the log has the last reason; `task.grade_timeout_s`, `task.grader_memory_mib`"
+FLAT = "[The reward is flat](troubleshooting.md#the-reward-is-flat)"
 CUT = "raise `rollout.max_new_tokens`, or accept that such answers count as wrong"

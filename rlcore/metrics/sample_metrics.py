@@ -1,8 +1,7 @@
 """Metrics of samples: rewards, evaluations, tasks, lengths and staleness."""
 
-from rlcore.metrics.metric import CUT, ENGINES_WAIT, GRADER, Metric
+from rlcore.metrics.metric import CUT, ENGINES_WAIT, FLAT, GRADER, Metric
 
-FLAT = "[The reward is flat](troubleshooting.md#the-reward-is-flat)"
 LOWER = "[Evaluation is below]"
 EVALUATION = f"{LOWER}(troubleshooting.md#evaluation-is-below-the-training-reward)"
 

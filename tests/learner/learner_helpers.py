@@ -129,13 +129,13 @@ def with_rewards(groups: list[Group], reward: Callable[[Any], float]) -> list[Gr
 
 
 class PlainEngine(StepEngine):
-    """An engine's verbs of a step on plain torch in one process, counting forward passes."""
+    """An engine's verbs of a step on plain torch in one process, counting passes."""
 
     device = torch.device("cpu")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.forwards = 0
+        self.forwards = self.backwards = 0
         named = dict(policy.lm.named_parameters())
         self.names = {plain_name(n): p for n, p in named.items() if not is_adapter(n)}
 
@@ -150,6 +150,7 @@ class PlainEngine(StepEngine):
         return TokenScores(*scores), kl
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.backwards += 1
         loss.backward()
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner_helpers import make_groups, make_job, make_place
+from learner_helpers import make_groups, make_job, make_place, with_rewards
 from safetensors.torch import load_file
 
 from rlcore.attention.specs import SparseSpec
@@ -21,6 +21,7 @@ from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.split_loading import load_split
+from rlcore.learner.update import Update
 from rlcore.models.routes import ROUTES
 from rlcore.types import POLICY, Group
 
@@ -552,6 +553,30 @@ BESIDE_KEPT: dict[str, dict[str, Any]] = {
     "full kl": {"zero_stage": 1, "kl_coef": 0.1, "kl_estimator": "full"},
     "bfloat16": {"zero_stage": 1, "dtype": "bfloat16"},
 }
+
+
+def flat_and_whole(
+    rank: int, world: int, port: int, model: str
+) -> dict[tuple[int, str], tuple[dict[str, np.ndarray], list[dict[str, float]]]]:
+    """Weights and rows of three steps, by ZeRO stage. No advantage of the second differs from 0:
+    its backward passes are left out ("flat"), or computed ("whole"). Shares are unequal."""
+    out = {}
+    decide = Update._flat
+    for stage in range(4):
+        for name in ("flat", "whole"):
+            Update._flat = decide if name == "flat" else lambda *_: False  # type: ignore
+            one = learner(
+                rank, world, port, model, zero_stage=stage, micro_batch_tokens=40, weight_decay=0.1
+            )
+            rows = []
+            for s in range(3):
+                groups = make_groups(8, seed=s)
+                groups = with_rewards(groups, lambda e: 1.0) if s == 1 else groups
+                one.begin_phase([share(groups, rank, world)])
+                rows.append(untimed(one.train_step(s)))
+            out[stage, name] = state(one), rows
+    Update._flat = decide  # type: ignore[method-assign]
+    return out
 
 
 def kept_and_two(

@@ -57,6 +57,18 @@ def test_a_shared_prefix_changes_no_gradient_at_any_stage(model):
         )
 
 
+def test_leaving_out_backward_passes_of_gradient_0_changes_no_weight(model):
+    table, other = on_ranks(2, jobs.flat_and_whole, model)
+    for stage in range(4):
+        (weights, rows), (whole, its_rows) = table[stage, "flat"], table[stage, "whole"]
+        assert _difference(weights, whole) == 0.0, stage
+        left = [row.pop("train/flat_positions") for row in rows]
+        assert left[0] == left[2] == 0.0 and left[1] == rows[1]["train/positions"] > 90
+        assert [row.pop("train/flat_positions") for row in its_rows] == [0.0] * 3
+        assert rows == its_rows and rows[1]["grad_norm"] == 0.0 < rows[2]["grad_norm"]
+        assert rows[2]["grad_norm"] == other[stage, "whole"][1][2]["grad_norm"]
+
+
 @pytest.mark.slow
 def test_passes_that_are_kept_change_no_weight(model):
     table = on_ranks(2, jobs.kept_and_two, model)[0]  # this rank has the weights

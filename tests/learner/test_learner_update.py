@@ -17,6 +17,7 @@ from learner_helpers import (
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.specs import CORRECTIONS, Shadow
 from rlcore.learner.batch import PolicyScores, build_batch, sample_details
+from rlcore.learner.update import Update
 from rlcore.objectives.kl import RATIO_BOUND
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import load_object
@@ -241,6 +242,55 @@ def test_a_step_of_truncated_responses_alone_has_no_gradient(model):
     gradient = update.run(batch, 0, first=True)
     assert gradient.kept == 0 and gradient.metrics["train/overlong_filtered"] == 6
     assert all(not g.any() for g in update.engine.gradients().values())
+
+
+FLAT_STEPS = {
+    "reinforce": {"loss": "reinforce"},
+    "cispo": {"loss": "cispo"},
+    "gspo": {"loss": "gspo"},
+    "k3": {"kl_coef": 0.1, "kl_estimator": "k3"},
+    "full kl": {"kl_coef": 0.1, "kl_estimator": "full"},
+    "entropy": {"entropy_coef": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", [*WHOLE_BATCH, *FLAT_STEPS])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_without_an_advantage_goes_back_only_where_something_else_has_a_slope(
+    model, monkeypatch, name, later
+):
+    results = []
+    for flat in (Update._flat, lambda *_: False):
+        monkeypatch.setattr(Update, "_flat", flat)
+        update = _update(model, WHOLE_BATCH.get(name, {}), **FLAT_STEPS.get(name, {}))
+        batch = make_batch(with_rewards(make_groups(4), lambda e: 1.0), 40)
+        update.prepare([batch], first=not later)
+        if later:
+            disturb(update.engine.policy)
+        gradient = update.run(batch, 0, first=not later)
+        results.append((gradient, _totals(gradient), update.engine))
+    (one, sums, engine), (two, its_sums, whole) = results
+    assert one.metrics == two.metrics and one.step_scale == two.step_scale and len(batch.micro) > 2
+    mine, its = engine.gradients(), whole.gradients()
+    assert mine.keys() == its.keys() and all(torch.equal(mine[n], its[n]) for n in mine)
+    left, none = sums.pop("train/flat_positions"), its_sums.pop("train/flat_positions")
+    assert sums == its_sums and none == 0.0
+    moves = any(bool(g.any()) for g in its.values())
+    assert moves == (name in ("full kl", "k3", "entropy", "rapid"))  # rapid has its own advantages
+    assert left == (0.0 if moves else sum(mb.tokens for mb in batch.micro))
+    assert whole.backwards == len(batch.micro) == (engine.backwards if moves else whole.backwards)
+    assert moves or engine.backwards == 1  # of a dummy, which ends the accumulation
+
+
+def test_one_advantage_is_enough_for_every_backward_pass(model):
+    update = _update(model, {})
+    last = make_groups(4)[-1].group_id
+    groups = make_groups(4)
+    groups = with_rewards(groups[:-1], lambda e: 1.0) + groups[-1:]
+    batch = make_batch(groups, 40)
+    update.prepare([batch], first=True)
+    assert _totals(update.run(batch, 0, first=True))["train/flat_positions"] == 0.0
+    assert update.engine.backwards == len(batch.micro) > 2 and groups[-1].group_id == last
 
 
 def test_the_ratios_and_advantages_of_single_samples():
