@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from evidence_page import write_page, write_programme
+from evidence_held import settled
+from evidence_page import PAGES, write_page, write_programme
 from evidence_programme import PROGRAMME
 from evidence_studies import STUDIES as TESTED
 from evidence_studies import UNCORRECTED, Study, Words
@@ -93,7 +94,7 @@ def main() -> None:
         if not any(run_first_free(name, jobs, stop) for name, jobs in due.items()):
             time.sleep(WAIT_S)  # other commands run what is left
     for name in args.names:
-        if name in TESTED:
+        if name in TESTED or (PAGES / f"{name}.md").exists():  # registered studies may have one
             write_page(name, STUDIES[name], lines(results(name)), _digest(STUDIES[name]))
     if set(args.names) & set(PROGRAMME):
         write_programme(PROGRAMME, {name: lines(results(name)) for name in PROGRAMME})
@@ -229,8 +230,8 @@ def _unrun(
     done = _done(found)
     for seed in study.seeds:
         for size, arm, words in cells:
-            if (arm, size, seed) not in done:
-                own = (*study.sizes.get(size, ()), *words)
+            own = settled(study, found, (*study.sizes.get(size, ()), *words))
+            if (arm, size, seed) not in done and own is not None:
                 yield Job(arm, size, seed, own, study.switching.get(size, ()))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from evidence_held import draw_held, held_rows
 from evidence_programme import Registered
 from evidence_studies import UNCORRECTED, Study
 from evidence_tables import (
@@ -45,6 +46,8 @@ COLOURS = {
     "by kind": "C0",
     "pooled": "C1",
     "set-point": "C2",
+    "few pages": "C3",
+    "equal pages": "C0",
     "ais": "C1",
     "mis": "C5",
     "jackpot": "C2",
@@ -99,6 +102,10 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
         )
         parts += [f"![Accuracy over steps and over sizes]({name}.svg)"]
         parts += [table(shown)] if shown else []
+        if study.held is not None:
+            arms = dict.fromkeys(line["arm"] for line in made)
+            own = [(arm, [line for line in made if line["arm"] == arm]) for arm in arms]
+            parts.append(table(held_rows(study.held, own)))
         parts += [_contrasts(study, members)] if study.contrasts else []
         parts += [_said(members)] if members else []
         parts += [_origin(made, digest)]
@@ -221,12 +228,15 @@ def draw(file: Path, study: Study, lines: Sequence[Line]) -> None:
     size = compared_size(study, lines)
     arms = compared(study, lines, size)
     by_size = len(study.sizes) > 1
-    with panels(file, 1 + study.timed + by_size) as axes:
+    held = 2 if study.held is not None else 0
+    with panels(file, 1 + study.timed + by_size + held) as axes:
         _over_steps(axes[0], study, arms, f"{study.knob} = {size}")
         if study.timed:
             _over_seconds(axes[1], arms)
         if by_size:
-            _by_size(axes[-1], study, lines)
+            _by_size(axes[1 + study.timed], study, lines)
+        if study.held is not None:
+            draw_held(axes[-held:], study.held, arms, COLOURS)
 
 
 @contextlib.contextmanager

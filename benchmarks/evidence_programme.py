@@ -1,4 +1,4 @@
-"""Studies E1 to E9, registered before their first run: hypotheses, gates and stopping rules.
+"""Studies E1 to E10, registered before their first run: hypotheses, gates and stopping rules.
 
     python benchmarks/evidence.py floor_64 --background --minutes 600
 
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evidence_studies import UNCORRECTED, UPDATE, Study, Words
+from evidence_studies import MOVED, UNCORRECTED, UPDATE, Held, Study, Words
 from evidence_tables import LEAST, Line, interval, paired
 
 _JACKPOT_NEW = (
@@ -277,6 +277,56 @@ _SET_POINT_STUDY = Study(
     watched=("mismatch/agreement_p5", "control/bf16/staleness", "staleness/mean"),
 )
 
+# 64 digits to sort: nine pages of 16 tokens, the answer in the entries 3 and 4 of positions
+_SHORT_PAGES: Words = (
+    *("task.args.op=sort", "task.args.min_digits=64", "task.args.max_digits=64"),
+    *("rollout.max_new_tokens=72", "model.max_len=144", "correction=[tis]"),
+    *("schedule=on_policy", "schedule.steps=24", "evaluation.every=6"),
+)
+
+
+def _pages(pages: int | str, *words: str) -> Words:
+    """Actors that begin with this many pages at all positions; prompts are attended to densely."""
+    rule = {
+        "block_size": 16,
+        "blocks": "null",
+        "blocks_by_length": f"[{', '.join([str(pages)] * 4)}]",
+        "length_step": 32,
+        "sparse_prompt": "false",
+    }
+    given = ", ".join(f"{key}: {value}" for key, value in rule.items())
+    return (f"actor.sparse.sparse={{{given}}}", *words)
+
+
+_STRETCHES = {"64 to 95": 3, "96 to 143": 4}
+_HELD_PAGES = Held(
+    "5th percentile of min(r, 1/r)",
+    *(0.86, 0.02),
+    statistic={at: f"mismatch/stretch_{n}/agreement_p5" for at, n in _STRETCHES.items()},
+    moved={at: f"control/sparse/pages_{n}" for at, n in _STRETCHES.items()},
+    unit="pages",
+    arm="set-point",
+)
+_PAGES_STUDY = Study(
+    experiment="sparse_training_free",
+    knob="attention of the actors",
+    matched=("dense", (*_SHORT_PAGES, "actor=[bf16]", "evaluation.dense_actor=null")),
+    sizes={"sparse": _SHORT_PAGES},
+    arms={
+        "set-point": _pages(4, "actor.sparse.target={moves: pages, value: 0.86}"),
+        "few pages": _pages(4),
+        "equal pages": _pages(MOVED),
+    },
+    swept=False,
+    metric="eval/digits/greedy_reward",
+    figure=("matched", "few pages", "equal pages", "set-point"),
+    watched=(
+        *("mismatch/agreement_p5", "mismatch/kl_k3"),
+        *(*_HELD_PAGES.statistic.values(), *_HELD_PAGES.moved.values()),
+    ),
+    held=_HELD_PAGES,
+)
+
 PROGRAMME: dict[str, Registered] = {
     "floor_64": Registered(
         "E1",
@@ -354,5 +404,16 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("set-point", ("tis",), "32", at_least=0.10),
         ),
         "agreement_p5 is within 0.02 of 0.86 over the second half of the set-point's runs",
+    ),
+    "sparse_pages": Registered(
+        "E10",
+        _PAGES_STUDY,
+        (
+            Hypothesis("set-point", ("matched",), "sparse", at_least=-0.03),
+            Hypothesis("matched", ("few pages",), "sparse", at_least=0.10),
+            Hypothesis("set-point", ("equal pages",), "sparse", at_least=-0.03),
+        ),
+        "the set-point's statistic is within 0.02 of 0.86 over the second half, at both entries of "
+        "positions (mean over seeds)",
     ),
 }

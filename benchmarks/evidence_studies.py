@@ -27,6 +27,28 @@ UPDATE = (
 Deviation = tuple[str, str, str]  # of what, in the paper, here
 
 
+MOVED = "<moved>"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A statistic that a set-point holds within a margin of its value, by stretch of positions.
+
+    Example: Held("agreement", 0.86, 0.02, {"64 to 95": "mismatch/stretch_3/agreement_p5"},
+    {"64 to 95": "control/sparse/pages_3"}, "pages", "set-point")
+
+    Words of other arms may hold `MOVED`: the mean of what the set-point moved in the run with the
+    study's first seed, over steps and stretches, as a whole number. They run after it."""
+
+    name: str
+    value: float
+    within: float
+    statistic: Mapping[str, str]  # the watched metric of each stretch
+    moved: Mapping[str, str]  # that of what the set-point moves there
+    unit: str  # of what it moves
+    arm: str  # that has the set-point
+
+
 @dataclass(frozen=True)
 class Study:
     """One experiment over sizes of a mismatch.
@@ -67,6 +89,7 @@ class Study:
     #: in it, where they exist.
     deployed: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()  # metrics that lines keep over time, besides those of every study
+    held: Held | None = None  # shown in a table and two panels
 
 
 def _phases(*lengths: int) -> dict[str, Words]:

@@ -14,7 +14,7 @@ import evidence_trl
 import numpy as np
 import pytest
 from evidence_programme import PROGRAMME, Hypothesis
-from evidence_studies import STUDIES, Study
+from evidence_studies import MOVED, STUDIES, Held, Study
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -334,8 +334,11 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
         for part in study.switching.get(size, (study.sizes.get(size, ()),))
     ]
     for words in [study.matched[1], *combined]:
-        load([f"experiment={study.experiment}", *words, f"run_dir={tmp_path}"])
-    page = (evidence_page.PAGES / f"{name if name in STUDIES else 'programme'}.md").read_text()
+        given = [word.replace(MOVED, "4") for word in words]
+        load([f"experiment={study.experiment}", *given, f"run_dir={tmp_path}"])
+    own = evidence_page.PAGES / f"{name}.md"
+    registered = name not in STUDIES and not own.exists()
+    page = (evidence_page.PAGES / "programme.md" if registered else own).read_text()
     assert page.count(evidence_page.BEGIN) == page.count(evidence_page.END) == 1
     assert evidence_tables.source_digest(evidence.ROOT, study.sources)
     arms = {study.reference, "uncorrected", *study.arms}
@@ -391,6 +394,18 @@ def test_a_study_in_the_background_goes_on_by_itself_at_low_priority(monkeypatch
     ((command, how),) = started
     assert command[:3] == ["nice", "-n", "19"] and command[-3:] == ["floor_64", "--minutes", "9"]
     assert how["start_new_session"] and "--background" not in command
+
+
+def test_a_number_that_a_set_point_decides_is_that_of_the_first_seed():
+    held = Held("p05", 0.86, 0.02, {}, {"64 on": "pages"}, "pages", "set-point")
+    arms = {"set-point": (), "equal": (f"blocks={MOVED}",)}
+    study = replace(TINY, swept=False, sizes={"2": ()}, arms=arms, further={}, held=held)
+    assert {job.arm for job in evidence.missing(study, [])} == {"matched", "set-point"}
+    watched = {"watched": {"pages": [4.0, 7.0]}}  # of steps 1, and 2 to 32
+    later = line("set-point", "2", 1, 0.5) | {"watched": {"pages": [2.0, 2.0]}}
+    found = [line("set-point", "2", 0, 0.5) | watched, later]
+    due = {(job.arm, job.seed): job.words for job in evidence.missing(study, found)}
+    assert due["equal", 0] == due["equal", 1] == ("blocks=7",)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from dataclasses import replace
 import evidence_page
 import evidence_tables
 import pytest
-from evidence_studies import Study
+from evidence_held import held_rows, second_half
+from evidence_studies import Held, Study
 
 STUDY = Study(
     experiment="evidence/jackpot",
@@ -102,3 +103,43 @@ def test_accuracies_of_exported_models_are_columns():
 def test_a_sweep_that_chooses_no_size_says_where_methods_run(further, said):
     study = replace(STUDY, further=further)
     assert evidence_page.choice(study, [{"chosen": None}]).endswith(said)
+
+
+HELD = Held(
+    "p05", 0.86, 0.02, {"64 to 95": "a", "96 on": "b"}, {"64 to 95": "pages"}, "pages", "tis"
+)
+
+
+def followed(arm, seed, a, b, pages=None):
+    watched = {"a": a, "b": b, "pages": pages or [None] * 3}
+    curve = [(1, 0.3), (6, 0.4), (12, 0.5)]
+    return line(arm, "sparse", seed, watched=watched) | {"curve": curve}
+
+
+def test_a_held_statistic_is_told_by_stretch_over_the_second_half():
+    one = followed("set-point", 0, [0.1, 0.2, 0.85], [0.1, 0.2, 0.9], [4, 5, 6])
+    other = followed("set-point", 1, [0.1, 0.2, 0.87], [0.1, 0.2, 0.8], [4, 4, 4])
+    assert second_half(one, "a") == 0.85 and second_half(one, "missing") is None
+    found = held_rows(HELD, [("set-point", [one, other]), ("matched", [line("matched", "1")])])
+    assert found == [
+        {
+            "arm": "set-point",
+            "size": "sparse",
+            "seeds": 2,
+            "statistic, 64 to 95": "0.860 (0.850 to 0.870)",
+            "statistic, 96 on": "0.850 (0.800 to 0.900)",
+            "pages, 64 to 95": "4.71",  # (4 + 5 * 5 + 6 * 6)/12 is 5.42, and 4
+        }
+    ]
+
+
+def test_the_figure_of_a_held_statistic_has_it_over_training_and_by_stretch(tmp_path, monkeypatch):
+    study = replace(STUDY, sizes={"sparse": ()}, held=HELD, figure=("matched", "tis"))
+    lines = runs("matched", "1")
+    lines += [followed("tis", seed, [0.4, 0.7, 0.86], [0.3, 0.6, 0.85]) for seed in range(3)]
+    for made in lines[:3]:
+        made["curve"] = [(1, 0.3), (6, 0.4), (12, 0.5)]
+    page, figures = drawn(tmp_path, monkeypatch, lines, study)
+    assert "| tis | sparse | 3 | 0.860 (0.860 to 0.860) | 0.850 (0.850 to 0.850) |" in page
+    texts = figures["a.svg"]
+    assert {"64 to 95", "96 on", "second half of training", "positions"} <= set(texts)
