@@ -3,6 +3,7 @@ process can read it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from learner_helpers import make_groups, make_job, make_place, with_rewards
 from safetensors.torch import load_file
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.corrections.specs import CORRECTIONS, Stratum
 from rlcore.learner import limits
 from rlcore.learner import policy as policy_module
 from rlcore.learner.batch import PolicyScores, build_batch
@@ -23,6 +25,7 @@ from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.split_loading import load_split
 from rlcore.learner.update import Update
 from rlcore.models.routes import ROUTES
+from rlcore.registry import load_object
 from rlcore.types import POLICY, Group
 
 JACKPOT: dict[str, dict[str, Any]] = {"jackpot": {}, "veto": {"threshold": 1e-4}}
@@ -639,3 +642,29 @@ def _load_recorded(held: list[tuple[int, int]], path: Any, config: Any, split: A
         held.append((entries, p.numel() + p.ds_tensor.numel()))
 
     return load_split(path, config, one_by_one, at)
+
+
+def kinds_and_probes(
+    rank: int, world: int, port: int, model: str
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The first row of a fleet of two kinds, and that of each kind's groups alone: the same
+    weights, and the same samples with the log-probs that the actors recorded."""
+    groups = make_groups(6)
+    for g in groups[::2]:
+        for part in (p for e in g.episodes for p in e.parts):
+            part.actor_id, part.actor_kind = "fp8-0", "fp8_emulated"
+            part.logp_inf = part.logp_inf - 0.4 * np.arange(len(part.logp_inf), dtype=np.float32)
+    strata = tuple(
+        Stratum((kind,), {"tis": load_object(CORRECTIONS["tis"])()}) for kind in ("bf16", "fp8")
+    )
+    lists: dict[str, dict[str, Any]] = {"tis": {}}
+    job = replace(make_job(model, corrections=lists), strata=strata)
+    fleet = LearnerRank(job, make_place(rank, world, port))
+    fleet.begin_phase([groups])
+    mixed = untimed(fleet.train_step(0))
+    probes = {}
+    for kind, own in (("fp8", groups[::2]), ("bf16", groups[1::2])):
+        alone = LearnerRank(make_job(model, corrections=lists), make_place(rank, world, port))
+        alone.begin_phase([own])
+        probes[kind] = untimed(alone.train_step(0))
+    return mixed, probes

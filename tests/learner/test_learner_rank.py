@@ -63,6 +63,16 @@ def test_p_ref_from_the_differentiated_pass_changes_nothing(model):
     assert all(row[key] == pytest.approx(its_row[key], abs=1e-6) for key in row)
 
 
+def test_metrics_by_kind_are_those_of_a_probe_of_each_kind(model):
+    mixed, probes = on_ranks(1, jobs.kinds_and_probes, model)[0]
+    for kind, probe in probes.items():
+        own = {n.removesuffix(f"@{kind}"): v for n, v in mixed.items() if n.endswith(f"@{kind}")}
+        assert {"mismatch/ratio_p5", "mismatch/ess", "correction/kept_share"} <= own.keys()
+        assert {n: probe[n] for n in own} == pytest.approx(own, rel=1e-6, abs=1e-9), kind
+    fp8, bf16 = (probes[kind]["mismatch/kl_k3"] for kind in ("fp8", "bf16"))
+    assert fp8 > 2 * bf16 and bf16 < mixed["mismatch/kl_k3"] < fp8
+
+
 def test_matched_distributions_make_every_correction_the_identity(model):
     results = on_ranks(1, jobs.identity, model)[0]
     plain, row = results.pop("none")
