@@ -24,7 +24,14 @@ import psutil
 from rlcore.cluster.process_tuning import Processor, described
 from rlcore.cluster.specs import RaySpec
 from rlcore.commands.about import GpuMachine, lacking, this_machine
-from rlcore.commands.kinds_advice import calibrated, calibration_lines, kinds_lines, mix, ranked
+from rlcore.commands.kinds_advice import (
+    calibrated,
+    calibration_lines,
+    kind_rates,
+    kinds_lines,
+    mix,
+    ranked,
+)
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import prepare
 from rlcore.commands.train import train
@@ -272,11 +279,13 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
     answers = config.schedule.groups_per_step * config.rollout.samples_per_prompt
     advice = advise(found.row, stale=stale, answers=answers)
     figures = figures_of(found.row, answers)
+    rates = kind_rates([found.row], config.actor)
     return shown | {
         "tokens": found.row.get("train/tokens"),
         "mismatch": {name: figures[name] for name in FIGURES if name in figures},
         "kinds": ranked(found.row),
-        "mix": mix(found.row),
+        "rates": {per: {k: r._asdict() for k, r in of.items()} for per, of in rates.items()},
+        "mix": mix(rates),
         "worst_tokens": [asdict(token) for token in found.worst],
         "advice": asdict(advice) | {"configured": judged_choice(config, advice)},
     }

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlcore.commands.derived import page_ranges
-from rlcore.config.schema import RunConfig
+from rlcore.config.schema import ActorSection, RunConfig
 from rlcore.loop.shares import KindRate, best_mix
 from rlcore.loop.targets import STATISTICS, PageRange
 from rlcore.metrics.digest import number
@@ -37,27 +37,61 @@ def ranked(row: Row) -> list[dict[str, Any]]:
     )
 
 
-def rates_of(row: Row, per: str = "actor_s") -> dict[str, KindRate]:
-    """The worth of each kind of a row; `per`: actor_s, or price where the kinds have one."""
-    found = {}
-    for name, worth in row.items():
-        pooled, kind = split_kind(name)
-        if not kind or pooled != f"worth/tokens_per_{per}" or worth is None:
-            continue
-        names = ("mismatch/ess", "correction/kept_share", "mismatch/below_086_share")
-        ess, kept, below = (float(row.get(f"{n}@{kind}") or 0.0) for n in names)
-        if ess * kept > 0:
-            length = float(row.get(f"response_length/mean@{kind}") or 1.0)
-            found[kind] = KindRate(float(worth) / (ess * kept), ess * kept, below, length)
+def kind_rates(
+    rows: Sequence[Row], actors: Mapping[str, ActorSection]
+) -> dict[str, dict[str, KindRate]]:
+    """The worth of each kind of actors over steps of a run, by label: for each second of its
+    engines' steps ("actor_s"), and for each unit of money ("price") of kinds that have one. Kinds
+    without samples are left out."""
+    found: dict[str, dict[str, KindRate]] = {}
+    for label, actor in actors.items():
+        at = f"@{label}" if len(actors) > 1 else ""
+        own = [row for row in rows if _effective(row, at) > 0]
+        tokens = sum(float(row[f"mismatch/tokens{at}"] or 0.0) for row in own)
+        for per in ("actor_s", "price") if own else ():
+            spent = sum(_spent(row, at, per, actor) for row in own)
+            if not spent:
+                continue
+            found.setdefault(per, {})[label] = KindRate(
+                tokens=tokens / spent,
+                effective=sum(_effective(row, at) for row in own) / tokens,
+                below=_mean(own, f"mismatch/below_086_share{at}", at),
+                length=_mean(own, f"response_length/mean{at}", at),
+            )
     return found
 
 
-def mix(row: Row) -> dict[str, dict[str, Any]]:
+def _effective(row: Row, at: str) -> float:
+    """Effective tokens of a kind in a step."""
+    names = ("mismatch/tokens", "mismatch/ess", "correction/kept_share")
+    return math.prod(float(row.get(f"{name}{at}") or 0.0) for name in names)
+
+
+def _spent(row: Row, at: str, per: str, actor: ActorSection) -> float:
+    """Seconds of a kind's engines in a step, or their price; 0 where it is unknown."""
+    if at:  # of several kinds, a row has their worth
+        worth = float(row.get(f"worth/tokens_per_{per}{at}") or 0.0)
+        return _effective(row, at) / worth if worth else 0.0
+    if per == "actor_s":
+        return float(row.get("time/rollout_s") or 0.0)
+    hours = actor.count * float(row.get("time/step_s") or 0.0) / 3600
+    return hours * (actor.price or 0.0)
+
+
+def _mean(rows: Sequence[Row], name: str, at: str) -> float:
+    """Mean of a metric, weighted by the kind's tokens."""
+    weights = [float(row[f"mismatch/tokens{at}"] or 0.0) for row in rows]
+    values = [float(row.get(name) or 0.0) for row in rows]
+    return sum(w * v for w, v in zip(weights, values)) / sum(weights)
+
+
+def mix(rates: Mapping[str, Mapping[str, KindRate]]) -> dict[str, dict[str, Any]]:
     """The advised mix by what it saves: shares of new groups by kind, and the effective tokens for
-    each actor-second ("actor_s") and unit of money ("price")."""
+    each actor-second ("actor_s") and unit of money ("price").
+
+    `rates`: of `KindRate`s by label, for each of the two."""
     found = {}
-    for per in ("actor_s", "price"):
-        kinds = rates_of(row, per)
+    for per, kinds in rates.items():
         best = best_mix(kinds, BELOW) if len(kinds) > 1 else None
         if best is not None:
             found[per] = {"shares": best.groups, "effective": best.effective}
@@ -72,6 +106,11 @@ def kinds_lines(kinds: Sequence[Mapping[str, Any]], mixes: Mapping[str, Any]) ->
     for kind in kinds:
         worth, agreement = number(kind["tokens_per_actor_s"]), number(kind["agreement_p5"])
         yield f"  {kind['kind']:20s} {worth:>8s} tokens/s, agreement_p5 {agreement}"
+    yield from mix_lines(mixes)
+
+
+def mix_lines(mixes: Mapping[str, Any]) -> Iterator[str]:
+    """The mix as text."""
     if not mixes:
         yield f"  no mix of them holds agreement {TOLERATED} over all tokens"
     for per, best in mixes.items():

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from rlcore.commands import derived
+from rlcore.commands import derived, plan_mix
 from rlcore.commands.memory import folder_parameters
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
@@ -47,6 +47,7 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
         raise UserError(f"picture={words['picture']} needs actors=1,2,4 or gpus=N to compare.")
     check_source(words, config)
     check_simulated(config)
+    kinds = _measured_kinds(config, words)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
     source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
     print(f"rates: {source}\n{HEADER}")
@@ -55,12 +56,40 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
         result = forecast(fleet)
         print(_line(fleet, result), flush=True)
         found.append((fleet, result))
+    if len(config.actor) > 1:
+        print("\n".join([plan_mix.UNKNOWN] if kinds is None else _mix(config, words, kinds)))
     if "out" in words:
         rows = [{"actors": dict(fleet.actors), **f.as_row()} for fleet, f in found]
         Path(words["out"]).write_text(json.dumps(rows, indent=1) + "\n")
     if "picture" in words:
         Path(words["picture"]).write_text(_picture(found))
     return 0
+
+
+def _measured_kinds(config: RunConfig, words: Mapping[str, str]) -> plan_mix.Rates | None:
+    """Kinds as the runs of `kinds=` measured them; None without the word. Raises UserError."""
+    if "kinds" not in words:
+        return None
+    refuse(
+        len(config.actor) == 1,
+        f"kinds={words['kinds']} advises a mix, and actor=[{','.join(config.actor)}] is one kind.",
+    )
+    return plan_mix.measured_kinds(words["kinds"], config)
+
+
+def _mix(config: RunConfig, words: Mapping[str, str], kinds: plan_mix.Rates) -> Iterator[str]:
+    """Lines of the advised mix. GPUs' rates differ by kind, and replace the measured ones; a file
+    of rates has one for all kinds."""
+    if "rates" in words:
+        yield from plan_mix.advised(kinds, f"as measured in {words['kinds']}")
+        return
+    by_label, rates = _rates(config, words)
+    alone = {
+        label: forecast(planned(config, {label: actor.count}, by_label, rates))
+        for label, actor in config.actor.items()
+    }
+    origin = f"at the pace forecast for {words['gpu']}, with tails measured in {words['kinds']}"
+    yield from plan_mix.advised(plan_mix.at_forecast(kinds, alone, config), origin)
 
 
 def _picture(found: Sequence[tuple[PlannedFleet, Forecast]]) -> str:

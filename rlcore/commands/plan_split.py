@@ -83,10 +83,10 @@ class _Fleets:
 def split_plan(config: RunConfig, words: Mapping[str, str]) -> int:
     """Print the divisions of `gpus` that were simulated, and the best one of every variant and
     failure rate. `words`: those of `plan` that were given. Raises UserError."""
-    if "gpu" not in words or "rates" in words or "actors" in words:
+    if "gpu" not in words or {"rates", "actors", "kinds"} & set(words):
         raise UserError(
-            f"gpus={words['gpus']} needs gpu=NAME, and takes neither rates= nor actors=: rates of "
-            "a file hold for one number of ranks."
+            f"gpus={words['gpus']} needs gpu=NAME, and takes none of rates=, actors= and kinds=: "
+            "rates of a file hold for one number of ranks, and a mix is of several kinds."
         )
     check_source(words, config)
     check_simulated(config)

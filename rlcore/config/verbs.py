@@ -238,12 +238,13 @@ VERBS: Mapping[str, Verb] = {
             "plan",
             "forecast throughput and staleness of a fleet, or divide GPUs, without starting it",
             (
-                "rlcore plan experiment=NAME ... gpu=NAME|rates=FILE [actors=1,2,4]",
+                "rlcore plan experiment=NAME ... gpu=NAME|rates=FILE [actors=1,2,4] [kinds=RUN]",
                 "rlcore plan experiment=NAME ... gpu=NAME gpus=N [variants=fp8,...] [failures=1]",
             ),
             (
                 *FORECAST,
                 Key("actors", "numbers of actors to compare, with commas between"),
+                Key("kinds", "of several kinds: runs, or files of doctor json=true, for their mix"),
                 Key("gpus", "find the best division of this many GPUs", "number"),
                 Key("variants", "of gpus=: other kinds of actors: fp8, sparse:TOKENS, draft:SHAPE"),
                 Key("failures", "of gpus=: failures a day and actor to simulate, commas between"),

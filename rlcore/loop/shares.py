@@ -167,12 +167,19 @@ def best_mix(kinds: Mapping[str, KindRate], most_below: float) -> Mix | None:
             candidates.append({one: 1.0 - share, other: share})
     if not candidates:
         return None
-
-    def effective(tokens: Mapping[str, float]) -> float:
-        seconds = sum(x / kinds[label].tokens for label, x in tokens.items())
-        return sum(x * kinds[label].effective for label, x in tokens.items()) / seconds
-
-    best = max(candidates, key=effective)
+    best = max(candidates, key=lambda tokens: _effective(kinds, tokens))
     answers = {label: x / kinds[label].length for label, x in best.items() if x > 0}
     whole = sum(answers.values())
-    return Mix({label: n / whole for label, n in answers.items()}, effective(best))
+    return Mix({label: n / whole for label, n in answers.items()}, _effective(kinds, best))
+
+
+def worth_of(kinds: Mapping[str, KindRate], groups: Mapping[str, float]) -> float:
+    """Effective tokens for each actor-second or unit of money of a fleet whose kinds have these
+    shares of new groups."""
+    return _effective(kinds, {label: x * kinds[label].length for label, x in groups.items()})
+
+
+def _effective(kinds: Mapping[str, KindRate], tokens: Mapping[str, float]) -> float:
+    """`tokens`: of each kind, in any unit."""
+    seconds = sum(x / kinds[label].tokens for label, x in tokens.items())
+    return sum(x * kinds[label].effective for label, x in tokens.items()) / seconds

@@ -5,12 +5,14 @@ import pytest
 from rlcore.commands.kinds_advice import (
     calibrated,
     calibration_lines,
+    kind_rates,
     kinds_lines,
     least_pages,
     mix,
     ranked,
 )
 from rlcore.config.compose import load
+from rlcore.config.schema import ActorSection
 from rlcore.errors import UserError
 
 ROW = {
@@ -18,12 +20,13 @@ ROW = {
     **{
         f"{n}@{k}": v
         for k, values in {
-            "bf16": (0.99, 0.99, 1.0, 0.01, 99.0, 20.0),
-            "int3": (0.7, 0.8, 1.0, 0.21, 240.0, 20.0),
+            "bf16": (0.99, 100.0, 0.99, 1.0, 0.01, 99.0, 20.0),
+            "int3": (0.7, 100.0, 0.8, 1.0, 0.21, 240.0, 20.0),
         }.items()
         for n, v in zip(
             (
                 "mismatch/agreement_p5",
+                "mismatch/tokens",
                 "mismatch/ess",
                 "correction/kept_share",
                 "mismatch/below_086_share",
@@ -36,20 +39,42 @@ ROW = {
 }
 
 
+FLEET = {label: ActorSection() for label in ("bf16", "int3")}
+
+
 def test_a_fast_kind_with_a_long_tail_is_ranked_last_and_mixed_in():
     assert [k["kind"] for k in ranked(ROW)] == ["bf16", "int3"]
-    found = mix(ROW)
+    found = mix(kind_rates([ROW], FLEET))
     assert set(found) == {"actor_s"}
     assert found["actor_s"]["shares"] == pytest.approx({"bf16": 0.8, "int3": 0.2})
     said = "\n".join(kinds_lines(ranked(ROW), found))
     assert "actor.bf16.share=0.80 actor.int3.share=0.20" in said
     bad = ROW | {"mismatch/below_086_share@bf16": 0.2}
-    assert mix(bad) == {} and "no mix" in "\n".join(kinds_lines(ranked(bad), {}))
+    assert mix(kind_rates([bad], FLEET)) == {} and "no mix" in "\n".join(
+        kinds_lines(ranked(bad), {})
+    )
+
+
+def test_the_rates_of_a_kind_are_its_sums_over_steps():
+    slow = {name: v / 3 if name.startswith("worth/") else v for name, v in ROW.items()}
+    found = kind_rates([ROW, slow, {"step": 3}], FLEET)["actor_s"]["bf16"]
+    assert found.tokens == pytest.approx(100.0 / 2)  # 200 tokens in 1 s and 3 s
+    assert (found.effective, found.below, found.length) == pytest.approx((0.99, 0.01, 20.0))
+
+
+def test_a_run_of_one_kind_gives_the_rates_of_that_kind():
+    pooled = {n.removesuffix("@int3"): v for n, v in ROW.items() if n.endswith("@int3")}
+    timed = pooled | {"time/rollout_s": 0.5, "time/step_s": 36.0}
+    del timed["worth/tokens_per_actor_s"]
+    found = kind_rates([timed], {"int3": ActorSection(count=2, price=10.0)})
+    assert found["actor_s"]["int3"] == pytest.approx((200.0, 0.8, 0.21, 20.0))
+    assert found["price"]["int3"].tokens == pytest.approx(100.0 / 0.2)  # two engines, 0.01 hours
+    assert kind_rates([timed | {"mismatch/tokens": 0.0}], FLEET) == {}
 
 
 def test_kinds_with_a_price_are_mixed_for_money_too():
     priced = {f"worth/tokens_per_price@{k}": v for k, v in (("bf16", 5.0), ("int3", 50.0))}
-    found = mix(ROW | priced)
+    found = mix(kind_rates([ROW | priced], FLEET))
     assert set(found) == {"actor_s", "price"}
     assert found["price"]["effective"] > 5.0
 

@@ -92,6 +92,63 @@ def test_the_rates_of_the_page_on_planning_are_a_whole_file():
     assert set(json.loads(block)) == set(Rates.model_fields)
 
 
+MIXED = ["plan", "experiment=mixed_fleet", "run_dir=unused", "schedule.groups_per_step=4"]
+H100 = ["gpu=h100", "shape=qwen3-1.7b", "prompt_tokens=8", "median_tokens=8"]
+
+
+@pytest.fixture
+def kinds(tmp_path):
+    """Files as `rlcore doctor json=true` prints them, one of each kind alone."""
+    rates = {
+        "bf16": {"tokens": 100.0, "effective": 1.0, "below": 0.01, "length": 20.0},
+        "fp8": {"tokens": 300.0, "effective": 0.8, "below": 0.21, "length": 20.0},
+    }
+    files = [tmp_path / f"{label}.json" for label in rates]
+    for file, (label, rate) in zip(files, rates.items()):
+        file.write_text(json.dumps({"run": {"rates": {"actor_s": {label: rate}}}}))
+    return ",".join(map(str, files))
+
+
+def test_a_mix_is_advised_from_measured_kinds(tmp_path, kinds, capsys):
+    file = tmp_path / "rates.json"
+    file.write_text("{}")
+    assert main([*MIXED, f"rates={file}", f"kinds={kinds}"]) == 0
+    said = capsys.readouterr().out
+    # with a twentieth below: 0.01 (1 - x) + 0.21 x; (0.8 + 0.2 * 0.8) / (0.8/100 + 0.2/300)
+    assert f"as measured in {kinds}" in said
+    assert "actor.bf16.share=0.80 actor.fp8.share=0.20, 111 tokens an actor-second" in said
+    assert main([*MIXED, f"rates={file}"]) == 0
+    assert "mix: none, since the tail of each kind is unknown" in capsys.readouterr().out
+
+
+def test_a_forecast_gives_the_pace_of_kinds_and_a_run_their_tails(kinds, capsys):
+    prices = ["actor.bf16.price=2", "actor.fp8.price=1"]
+    assert main([*MIXED, *H100, f"kinds={kinds}", *prices]) == 0
+    said = capsys.readouterr().out
+    assert "at the pace forecast for h100, with tails measured in" in said
+    paces = {
+        k: float(v.replace(",", ""))
+        for k, v in re.findall(r"^  (bf16|fp8) +(\S+) tokens an", said, re.M)
+    }
+    assert paces["fp8"] > paces["bf16"] > 1000.0  # half of the bytes of weights to read
+    assert said.count("actor.bf16.share=0.80 actor.fp8.share=0.20") == 2  # the tail decides
+    assert "tokens a unit of money" in said
+
+
+def test_a_source_of_kinds_that_is_none_is_refused(tmp_path, kinds, capsys):
+    one, _ = kinds.split(",")
+    empty = tmp_path / "empty.json"
+    empty.write_text('{"run": null}')
+    for given, sentence in (
+        (one, "measured no tokens of fp8"),
+        (f"{kinds},{empty}", "empty.json is neither a run directory nor a file"),
+    ):
+        assert main([*MIXED, *H100, f"kinds={given}"]) == 2
+        assert sentence in capsys.readouterr().err
+    assert main([*QUICK, *H100, f"kinds={kinds}"]) == 2
+    assert "is one kind" in capsys.readouterr().err
+
+
 GPUS = ["gpu=h100", "shape=qwen3-1.7b", "gpus=3", "prompt_tokens=8", "median_tokens=8"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.loop.shares import KindRate, KindShares, best_mix, most_shares, worth
+from rlcore.loop.shares import KindRate, KindShares, best_mix, most_shares, worth, worth_of
 from rlcore.loop.specs import ScheduleSpec, ShareSpec
 from rlcore.metrics.names import declared
 from rlcore.simulate.loop import Scenario, simulate
@@ -159,3 +159,12 @@ def test_a_noisy_kind_gets_what_the_tail_allows():
     best = best_mix(kinds, 0.05)
     assert best.groups == pytest.approx({"bf16": 0.8, "int3": 0.2})
     assert best.effective == pytest.approx((0.8 + 0.16) / (0.8 / 100 + 0.2 / 300))
+
+
+def test_the_worth_of_shares_of_groups_counts_the_length_of_answers():
+    kinds = {"bf16": KindRate(100, 1.0, 0.01, 10), "int3": KindRate(300, 0.8, 0.21, 30)}
+    # of four tokens the long answers have three
+    assert worth_of(kinds, {"bf16": 0.5, "int3": 0.5}) == pytest.approx(3.4 / (1 / 100 + 3 / 300))
+    assert worth_of(kinds, {"int3": 1.0}) == pytest.approx(240.0)
+    best = best_mix(kinds, 0.05)
+    assert worth_of(kinds, best.groups) == pytest.approx(best.effective)
