@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 from rlcore.errors import UserError
 from rlcore.types import (
     Grade,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 Split = Literal["train", "heldout"]
 Wake = Literal["weights", "all"]  # the memory that a sleeping engine takes back
 Grader = Callable[[Item, str], Grade]
+GivenTokens = tuple[np.ndarray, np.ndarray]  # token ids [L], and which were sampled [L] bool
+TeacherAnswer = tuple[np.ndarray, np.ndarray, np.ndarray]  # as `types.TEACHER` names them
 
 
 class Task(ABC):

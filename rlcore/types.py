@@ -110,6 +110,10 @@ class SamplingSpec:
 # of a record's extras: [m, 2] int32, versions that sampled it and how many decoder layers of its
 # actor were precise then, where a set-point moves them
 PRECISE_LAYERS = "precise_layers"
+# of a record's extras, where a teacher's engine has scored it: its likeliest tokens [S, k] int32,
+# -1 where it has fewer; their log-probs [S, k] float32; those of the sampled tokens [S] float32
+TEACHER = ("teacher_ids", "teacher_logp_at", "teacher_logp")
+TEACHER_S = "teacher_s"  # of a record's timings: seconds of that engine, its share of a call's
 PAGE_RULE = "page_rule"  # of a record's extras: [2 + n] int32, `PageRule` in order
 
 

@@ -97,6 +97,8 @@ class Outlets:
     # of episodes, which their environments have graded: past the graders
     scored: Callable[[list[tuple[Answer, Score]]], None]
     delivered: Callable[[list[Trajectory]], None]  # afterwards
+    # adds a teacher's scores to training trajectories, in place; None: there is no such teacher
+    taught: Callable[[list[Trajectory]], None] | None = None
 
 
 class Delivery:
@@ -161,6 +163,8 @@ class Delivery:
         sent = [*plain, *(t for e in episodes for t in e.parts)]
         training = [t for t in sent if t.purpose == "train"]
         if training:
+            if self._outlets.taught is not None:
+                self._outlets.taught([t for t in training if self._trainable(t)])
             self._outlets.records([self._record(t) for t in training])
         scored = [(e.answer, e.score) for e in episodes]
         answers = []
@@ -181,6 +185,14 @@ class Delivery:
             return dump_trajectory(t)
         except Exception as e:  # a user's engine or environment may return anything
             return dump_unusable(t, f"{t.actor_id} gave a malformed record: {e}")
+
+    def _trainable(self, t: Trajectory) -> bool:
+        """Return whether `_record` will find nothing wrong with the values of a record."""
+        try:
+            require_trainable(t, self._vocab_size)
+        except Exception:  # it says what
+            return False
+        return True
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())

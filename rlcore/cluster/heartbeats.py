@@ -12,6 +12,7 @@ from rlcore.cluster.clients import RayBuffer, RayLearner, RayScorer
 from rlcore.cluster.clients.scorer import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.ray_cluster import head_answers
+from rlcore.cluster.teacher import RayTeacher
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.loop.role_protocols import RoleWatch
 from rlcore.loop.specs import SupervisionSpec
@@ -33,14 +34,17 @@ class RayRoleWatch(RoleWatch):
         note: Callable[[str], None],
         shards: RayShards,
         beside: RayNodeScorers,
+        teacher: RayTeacher | None = None,
     ) -> None:
-        """`scorer`: the graders beside the driver; `beside`: the graders beside actors."""
+        """`scorer`: the graders beside the driver; `beside`: the graders beside actors.
+        `teacher`: its engines, where it has some."""
         self._roles = [(buffer.handle, "the replay buffer"), *learner.roles()]
         self._scorer = scorer
         self._spec = supervision
         self._note = note
         self._shards = shards
         self._beside = beside
+        self._teacher = teacher
 
     async def run(
         self,
@@ -56,6 +60,8 @@ class RayRoleWatch(RoleWatch):
             await asyncio.gather(*(self._alive(handle, who) for handle, who in self._roles))
             if misses:
                 continue  # what follows asks the head for its nodes, and would wait for it
+            if self._teacher is not None:
+                self._teacher.watch()
             for shard in await self._shards.watch():
                 await shard_lost(shard)
             now = await self._scorer_pid()

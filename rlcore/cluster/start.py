@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from rlcore.cluster.placement import (
 from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.cluster.ray_cluster import joined_address
 from rlcore.cluster.specs import Hosting
+from rlcore.cluster.teacher import THREADS, RayTeacher, TeacherActor, TeacherOutlet
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
@@ -151,6 +152,24 @@ def _spawn_ranks(
     return [actor.options(**placed).remote(handle, hosting, name) for placed in options]
 
 
+def start_teacher(hosting: Hosting, engine: EngineJob, note: Callable[[str], None]) -> RayTeacher:
+    """The engines of a teacher. Ray restarts each under the same handle, and repeats once a call
+    that it did not answer, so that a record which ends two processes is scored by none."""
+    spec = engine.actor
+    actor = actor_class(
+        TeacherActor,
+        num_cpus=spec.num_cpus,
+        num_gpus=spec.num_gpus * spec.tensor_parallel,
+        resources=bound_to(ACTOR_RESOURCE, own_nodes=hosting.own_nodes),
+        max_restarts=hosting.supervision.max_restarts,
+        max_task_retries=1,
+        concurrency_groups=THREADS,
+    )
+    handles = [actor.remote(replace(engine, actor_id=f"teacher-{i}")) for i in range(spec.count)]
+    started = [handle.start.remote() for handle in handles]
+    return RayTeacher(handles, started, hosting.supervision, note)
+
+
 def rollout_spawner(
     hosting: Hosting,
     buffer: RayBuffer,
@@ -160,9 +179,11 @@ def rollout_spawner(
     *,
     environments: Sequence[EnvironmentJob] = (),
     places: SharedPlaces | None = None,
+    teacher: TeacherOutlet | None = None,
 ) -> Spawn:
     """A function that starts one rollout actor of this kind under a name, which `engine.actor_id`
-    becomes. `places`: for engines that share GPUs with learner ranks."""
+    becomes. `places`: for engines that share GPUs with learner ranks. `teacher`: scores records on
+    their way to the buffer."""
     spec = engine.actor
     actor = actor_class(
         RolloutActor,
@@ -177,7 +198,7 @@ def rollout_spawner(
         handle = actor.options(**placed).remote(
             (buffer.handle, buffer.name), scorer.handle, hosting
         )
-        started = handle.start.remote(replace(engine, actor_id=name), text, environments)
+        started = handle.start.remote(replace(engine, actor_id=name), text, environments, teacher)
         return Spawned(
             RayRolloutActor(handle, name, started, hosting, ranks=spec.tensor_parallel),
             placed=PendingReply(handle.__ray_ready__.remote(), "its process"),

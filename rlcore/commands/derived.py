@@ -27,6 +27,8 @@ def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> t
     """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: whether these roles
     exist."""
     engines = [*config.actor.values(), *filter(None, [evaluation_actor(config)])] if actors else []
+    if actors and learner and config.teacher.kind == "engine":
+        engines.append(config.teacher.engine.actor)
     count, spec = ranks(config) if learner else 0, config.learner
     # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
     cpus = sum(a.count * a.num_cpus for a in engines) + count * spec.num_cpus

@@ -237,6 +237,11 @@ def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float,
     learner, bucket = config.learner, config.cluster.bucket_mib << 20
     if learner.num_gpus:
         yield "learner rank", learner.num_gpus, _rank(config, sizes)
+    teacher = config.teacher
+    if teacher.kind == "engine" and teacher.engine.num_gpus and teacher.path is not None:
+        own = _folder(teacher.path) or sizes
+        held = actor_rank(own, teacher.engine.actor, bucket_bytes=0, max_len=config.model.max_len)
+        yield "teacher.engine rank", teacher.engine.gpu_memory_utilization, held
     for label, actor in config.actor.items():
         if actor.num_gpus and actor.kind != "draft":
             held = actor_rank(sizes, actor, bucket_bytes=bucket, max_len=config.model.max_len)

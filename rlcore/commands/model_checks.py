@@ -48,7 +48,8 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
             )
         _check_heads(f"actor.{label}", model, actor)
     for key, path in _teachers(config).items():
-        _compatible(config, key, path, size, tokenizer, "distances to it")
+        model = _compatible(config, key, path, size, tokenizer, "distances to it")
+        _check_heads("teacher.engine", model, config.teacher.engine.actor)
     plain = evaluation_actor(config)
     if plain is not None:
         _check_heads(f"evaluation.dense_actor, as actor.{next(iter(config.actor))}", policy, plain)
@@ -222,7 +223,9 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
 def longest_record(config: RunConfig, label: str) -> int:
     """Bytes of a sample of a training task at full length."""
     length, k = config.model.max_len, max(0, config.rollout_of(label).logprobs_k)
-    return record_bytes(length, config.most_sampled(label), k) + length * expert_bytes(config)
+    sampled, teacher = config.most_sampled(label), config.teacher
+    scores = sampled * (4 + 8 * (teacher.top_k or 0)) if teacher.kind == "engine" else 0
+    return record_bytes(length, sampled, k) + scores + length * expert_bytes(config)
 
 
 def expert_bytes(config: RunConfig) -> int:

@@ -24,8 +24,10 @@ from rlcore.cluster.start import (
     start_buffer,
     start_learners,
     start_scorer,
+    start_teacher,
     wait_started,
 )
+from rlcore.cluster.teacher import RayTeacher, TeacherOutlet
 from rlcore.commands import derived
 from rlcore.commands.model_checks import longest_record
 from rlcore.config.places import tied_by
@@ -111,6 +113,7 @@ class Session:
         self.fleet: Fleet | None = None
         self.learner: RayLearner | None = None
         self.beside: RayNodeScorers | None = None  # graders on other nodes
+        self.teacher: RayTeacher | None = None
         # Only what is trained on is kept.
         self.shards = RayShards(self.buffer, self._hosting) if with_learner else None
         self._places = shared_places(config) if with_learner and with_actors else None
@@ -119,6 +122,8 @@ class Session:
             self.scorer = start_scorer(self._hosting, *graders)
             if with_learner:  # else nothing watches them
                 self.beside = RayNodeScorers(self._hosting, *graders, note)
+            if with_learner and config.teacher.kind == "engine":
+                self.teacher = start_teacher(self._hosting, teacher_job(config), note)
             self.fleet = self._start_fleet(self.scorer, model_path)
         if self._places is not None and config.schedule.colocated:
             # ranks have memory once the engines on their GPUs sleep
@@ -130,7 +135,7 @@ class Session:
                 self._hosting, self.buffer, jobs, wire_dtype=dtype, places=places
             )
         # Engines and ranks load their models at the same time: only now is anything waited for.
-        started = [self.buffer, self.scorer, *self._actors(), self.learner]
+        started = [self.buffer, self.scorer, self.teacher, *self._actors(), self.learner]
         wait_started(self._hosting, [client for client in started if client is not None])
 
     def _start_fleet(self, scorer: RayScorer, model_path: str) -> Fleet:
@@ -155,6 +160,7 @@ class Session:
                 text,
                 environments=tuple(environments.values()),
                 places=self._places,
+                teacher=self._teacher_outlet(),
             )
             weights = derived.actor_weights(config, actor)
             pools.append(ActorPool(label, spawn, actor.count, given, weights))
@@ -168,6 +174,11 @@ class Session:
             note=self._note,
         )
 
+    def _teacher_outlet(self) -> TeacherOutlet | None:
+        if self.teacher is None:
+            return None
+        return TeacherOutlet(self.teacher.handles, self._config.teacher.engine.timeout_s)
+
     def _actors(self) -> list[RayRolloutActor]:
         """The fleet's present processes, all made by this session's spawners."""
         clients = [] if self.fleet is None else self.fleet.clients()
@@ -180,7 +191,9 @@ class Session:
         supervision, note = self._config.cluster, self._note
         shards, beside = self.shards, self.beside
         assert shards is not None and beside is not None
-        watch = RayRoleWatch(self.buffer, learner, scorer, supervision, note, shards, beside)
+        watch = RayRoleWatch(
+            self.buffer, learner, scorer, supervision, note, shards, beside, self.teacher
+        )
         return Clients(self.buffer, learner, scorer, watch)
 
     def restore(self, checkpoint: Path) -> None:
@@ -202,7 +215,8 @@ class Session:
             except Exception as e:  # whatever it is, the rest must be taken down as well
                 self._note(f"the graders did not close by themselves: {e}")
         # The buffer last: processes that end before it may still be writing to it.
-        clients: list[Any] = [*self._actors(), self.learner, *closing, self.shards, self.buffer]
+        roles = [self.teacher, self.learner, *closing, self.shards, self.buffer]
+        clients: list[Any] = [*self._actors(), *roles]
         for client in clients:
             if client is not None:
                 client.kill()
@@ -274,6 +288,19 @@ def engine_job(
         routes=config.learner.router_replay,
         sleeps=sleeps,
         bitwise=config.bitwise,
+    )
+
+
+def teacher_job(config: RunConfig) -> EngineJob:
+    """The engine of a teacher that is no model of the learner's."""
+    spec = config.teacher
+    assert spec.path is not None and spec.top_k is not None
+    return EngineJob(
+        actor=spec.engine.actor,
+        actor_id="teacher",
+        model_path=spec.path,
+        max_len=config.model.max_len,
+        logprobs_k=spec.top_k,
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlcore.config.kinds import shown
+from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.learner.specs import PARTS
@@ -107,6 +108,8 @@ def check_teacher(c: RunConfig) -> None:
     )
     _context(c)
     _sampled(c)
+    if c.teacher.kind == "engine":
+        _engine(c)
     refuse(
         c.algorithm.kl_in_loss and c.algorithm.kl_estimator == "full",
         f"algorithm.kl_estimator=full and {kind} both take another policy whole in the pass that "
@@ -150,6 +153,31 @@ def _sampled(c: RunConfig) -> None:
         f"teacher.tail=sampled takes log-probs over the whole vocabulary, and "
         f"{'correction=dvp' if dvp else 'rollout.top_p, top_k or min_p'} conditions them on a "
         "part: use teacher.tail=bucket or drop.",
+    )
+
+
+def _engine(c: RunConfig) -> None:
+    """An engine scores at temperature 1, has resources of its own, and is asked before a sample
+    counts as lost."""
+    for name in c.tasks:
+        key = c.task_key(name) if c.mixed else "rollout"
+        temperature = c.rollout_of(name).temperature
+        refuse(
+            temperature != 1.0,
+            f"{key}.temperature={temperature:g} is not what teacher.kind=engine scores at: use 1, "
+            "or teacher=frozen.",
+        )
+    tied = tied_by(c)
+    refuse(
+        tied is not None,
+        f"{tied} ties every engine to the GPU of a learner rank, and teacher.kind=engine has none: "
+        "use whole GPUs and schedule.colocated=false, or teacher=frozen.",
+    )
+    late, lost = c.teacher.engine.timeout_s, c.rollout.request_timeout_s
+    refuse(
+        late >= lost,
+        f"teacher.engine.timeout_s={late:g} holds a record back for as long as after which it "
+        f"counts as lost, rollout.request_timeout_s={lost:g}: give less.",
     )
 
 

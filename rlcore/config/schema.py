@@ -43,7 +43,7 @@ from rlcore.metrics.specs import LoggingSpec
 from rlcore.models.specs import ModelSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec
 from rlcore.registry import resolve
-from rlcore.rollout.specs import ActorSpec, RolloutSpec
+from rlcore.rollout.specs import ActorSpec, RolloutSpec, TeacherEngineSpec
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.tasks.specs import GradingSpec, MixedTaskSpec, TaskSpec
 from rlcore.weights.specs import TransportSpec
@@ -238,6 +238,20 @@ class ActorSection(Section, ActorSpec):
     target: TargetSpec | None = setting(None, "set-point of their mismatch; null: none")
 
 
+class TeacherSection(Section, TeacherSpec):
+    """`teacher`: a policy that the trained one is led to, and the engine that may hold it."""
+
+    engine: TeacherEngineSpec = TeacherEngineSpec()
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        refuse(
+            self.kind != "engine" and self.engine != TeacherEngineSpec(),
+            f"{key}.engine has settings of an engine that {key}.kind={self.kind} does not have: "
+            f"use {key}=engine, or leave them out.",
+        )
+
+
 def task_form(value: Any) -> Literal["one", "several"]:
     """Return whether `task` holds the keys of one task, or tasks by label."""
     if isinstance(value, Mapping) and value and not set(value) & set(TaskSpec.model_fields):
@@ -295,7 +309,7 @@ class RunConfig(Spec):
     schedule: ScheduleSpec = ScheduleSpec()
     learner: LearnerSpec = LearnerSpec()
     critic: CriticSpec = CriticSpec()
-    teacher: TeacherSpec = TeacherSpec()
+    teacher: TeacherSection = TeacherSection()
     cluster: ClusterSection = ClusterSection()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

@@ -22,6 +22,8 @@ from rlcore.learner.sequences import Reader, ScoredSequence, of_episode, read_ne
 from rlcore.objectives.values import Estimates, States
 from rlcore.spec import refuse
 from rlcore.types import (
+    TEACHER,
+    TEACHER_S,
     Episode,
     Group,
     PageRule,
@@ -127,6 +129,7 @@ class TeacherScores:
     logp: Tensor  # of the sampled token; 0 without a teacher
     ids: Tensor  # int64, its likeliest tokens; -1 without one
     logp_at: Tensor  # their log-probs; -inf without one
+    engine_s: float = 0.0  # seconds in which a teacher's engines took them
 
     @classmethod
     def nothing(cls, mask: Tensor, k: int) -> TeacherScores:
@@ -307,6 +310,27 @@ def build_batch(
     sharpness = [(sharper or {}).get(task, 1.0) for task in tasks]
     tokens: list[EpisodeTokens] = [of_episode(e, s, read) for e, s in zip(episodes, sharpness)]
     return StepBatch(tokens, sent, arrival, rows.turns(), tasks, unstored=unstored)
+
+
+def recorded_scores(groups: Sequence[Group], mask: Tensor, k: int) -> TeacherScores:
+    """The scores that a teacher's engine has given records, of at most k likeliest tokens; a record
+    without any has no teacher. mask [B, T]: tokens of the groups' batch."""
+    found = TeacherScores.nothing(mask, k)
+    for row, episode in enumerate(e for group in groups for e in group.episodes):
+        start = 0
+        for part in episode.parts:
+            own = row, slice(start, start + len(part.logp_inf))
+            start = own[1].stop
+            if any(name not in part.extras for name in TEACHER):
+                continue
+            ids, logp_at, logp = (torch.tensor(part.extras[name]) for name in TEACHER)
+            given = min(k, ids.shape[1])  # a small vocabulary has fewer
+            found.on[own] = True
+            found.logp[own] = logp.to(found.logp)
+            found.ids[own][:, :given] = ids[:, :given].to(found.ids)
+            found.logp_at[own][:, :given] = logp_at[:, :given].to(found.logp_at)
+            found.engine_s += part.timings.get(TEACHER_S, 0.0)
+    return found
 
 
 class _EpisodeRows:

@@ -257,6 +257,8 @@ def _teachers(
     job: LearnerJob, models: _Models, engine: TrainEngine, device: torch.device
 ) -> dict[str, TrainEngine | FrozenPolicy]:
     """The models of a teacher by task; "" of every other task."""
+    if job.teacher.kind == "engine":
+        return {}
     if job.teacher.kind == "policy":
         return {"": engine}
     paths: Mapping[str, str | None] = job.teacher.paths or {"": job.teacher.path}

@@ -30,6 +30,7 @@ from rlcore.learner.batch import (
     TokenTrace,
     build_batch,
     positions,
+    recorded_scores,
     sample_details,
     sample_of,
     staleness_split,
@@ -186,8 +187,24 @@ class LearnerRank(RankState):
 
     def _batch(self, groups: Sequence[Group]) -> StepBatch:
         """The batch of some groups, in micro-batches, with the responses that are trained on."""
-        built = partial(
-            build_batch,
+        batch = self._built(groups)
+        batch.micro = self._micro_batches(batch.episodes)
+        if self._estimator is not None:
+            batch.twice = self._estimator.twice(groups)
+        if self.job.keep_by_acceptance is None:
+            return batch
+        ref = self._update.score_ref(batch)
+        chosen, rows = keep_accepted(groups, batch, ref, self.job.keep_by_acceptance)
+        kept = self._built(chosen)
+        kept.micro = self._micro_batches(kept.episodes)
+        kept.ref = ref.rows(rows, kept.sent.mask.shape[1])  # p_ref's pass is not made twice
+        kept.metrics = selection_metrics(batch, ref, rows, self._reduce)
+        return kept
+
+    def _built(self, groups: Sequence[Group]) -> StepBatch:
+        """Their tensors, with the scores that records have of a teacher's engine."""
+        batch = build_batch(
+            groups,
             with_topk=self._update.topk > 0,
             kept_sets=self._update.head.kept_sets,
             device=self.engine.device,
@@ -196,19 +213,10 @@ class LearnerRank(RankState):
             kinds=self.job.kinds,
             by_position=self.job.by_position,
         )
-        batch = built(groups)
-        batch.micro = self._micro_batches(batch.episodes)
-        if self._estimator is not None:
-            batch.twice = self._estimator.twice(groups)
-        if self.job.keep_by_acceptance is None:
-            return batch
-        ref = self._update.score_ref(batch)
-        chosen, rows = keep_accepted(groups, batch, ref, self.job.keep_by_acceptance)
-        kept = built(chosen)
-        kept.micro = self._micro_batches(kept.episodes)
-        kept.ref = ref.rows(rows, kept.sent.mask.shape[1])  # p_ref's pass is not made twice
-        kept.metrics = selection_metrics(batch, ref, rows, self._reduce)
-        return kept
+        teacher = self.job.teacher
+        if teacher.kind == "engine" and teacher.top_k is not None:
+            batch.teacher = recorded_scores(groups, batch.sent.mask, teacher.top_k)
+        return batch
 
     def train_step(self, step: int) -> dict[str, float]:
         """The optimizer step that turns version `step` into `step + 1`, on the phase's next batch.

@@ -1,11 +1,12 @@
 """The teacher of a policy in the learner's ranks: its scores of a batch, and what the policy's loss
 and the metrics have of them.
 
-It is a frozen model (one a task, or one for all), the policy as it was some steps ago, or the
-policy itself as the phase began. A context stands before an episode in the teacher's own pass only:
-`best`, an answer of the episode's group with a higher reward, behind the prompt; `feedback`, the
-episode's later observations, behind the prompt. An episode that has no such context, that would not
-fit, or that goes on in a further record has no teacher, and its tokens no distance.
+It is a frozen model (one a task, or one for all), the policy as it was some steps ago, the policy
+itself as the phase began, or an engine of its own, which has scored the records as they arrived. A
+context stands before an episode in the teacher's own pass only: `best`, an answer of the episode's
+group with a higher reward, behind the prompt; `feedback`, the episode's later observations, behind
+the prompt. An episode that has no such context, that would not fit, or that goes on in a further
+record has no teacher, and its tokens no distance.
 
 Scores are taken once a phase, before its first step, as p_ref is: the teacher's likeliest tokens
 and the sampled one. With `top_k=null` the teacher's hidden states are taken beside each
@@ -67,6 +68,7 @@ class Teacher:
         )
         self._turn: int | None = None  # of kind=previous; None: as the run began
         self._seconds = 0.0
+        self._engine_seconds = 0.0
         self._sums: Tensor | None = None
 
     # ----- its weights -----
@@ -111,6 +113,9 @@ class Teacher:
     def score(self, batch: StepBatch, lay_out: LayOut) -> None:
         """Fill `batch.teacher`. `lay_out`: this rank's micro-batches of some episodes, as many as
         every other rank has. Collective."""
+        if self.spec.kind == "engine":  # records have brought them
+            self._engine_seconds += _of(batch).engine_s
+            return
         start = time.monotonic()
         found = TeacherScores.nothing(batch.sent.mask, self._k or 0)
         batch.teacher = found
@@ -195,7 +200,8 @@ class Teacher:
         self, batch: StepBatch, mb: MicroBatch, distance: Tensor, same: Tensor, mask: Tensor
     ) -> None:
         """Add a micro-batch's tokens: by quarter of their answer the count and the distance; then
-        agreements, the teacher's mass elsewhere, tokens with a teacher and all of the loss."""
+        agreements, the teacher's mass elsewhere, tokens with a teacher and all of the loss, and
+        episodes with a token that has none."""
         scores, rows = _of(batch), mb.episodes
         kept = mask.bool()
         on = kept & scores.on[rows]
@@ -212,20 +218,23 @@ class Teacher:
             (rest * on).sum(),
             on.sum(),
             kept.sum(),
+            (batch.sent.mask[rows] & ~scores.on[rows]).any(1).sum(),
         ]
         added = torch.stack([s.double() for s in sums])
         self._sums = added if self._sums is None else self._sums + added
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Of the tokens since the last call, over all ranks. Collective."""
-        empty = torch.zeros(2 * QUARTERS + 4, dtype=torch.float64, device=self._policy.device)
-        sums = reduce(empty if self._sums is None else self._sums).tolist()
+        empty = torch.zeros(2 * QUARTERS + 5, dtype=torch.float64, device=self._policy.device)
+        own = empty if self._sums is None else self._sums
+        sums = reduce(torch.cat([own, own.new_tensor([self._engine_seconds])])).tolist()
         self._sums = None
         counts, distances = sums[:QUARTERS], sums[QUARTERS : 2 * QUARTERS]
-        same, rest, on, kept = sums[2 * QUARTERS :]
+        same, rest, on, kept, unscored, engine_s = sums[2 * QUARTERS :]
         found = {
             "teacher/divergence": sum(distances) / max(on, 1.0),
             "teacher/token_share": on / max(kept, 1.0),
+            "teacher/unscored": unscored,
             "time/learner_teacher_s": self._seconds,
         }
         for q, (count, distance) in enumerate(zip(counts, distances), 1):
@@ -234,7 +243,9 @@ class Teacher:
             found["teacher/top1_agreement"] = same / max(on, 1.0)
         if self._k is not None:
             found["teacher/tail_mass"] = rest / max(on, 1.0)
-        self._seconds = 0.0
+        if self.spec.kind == "engine":
+            found["time/teacher_engine_s"] = engine_s
+        self._seconds = self._engine_seconds = 0.0
         return found
 
 

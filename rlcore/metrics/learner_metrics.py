@@ -492,6 +492,16 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "tokens of the loss that have a teacher; with a context that some episodes lack below 1",
     ),
     Metric(
+        "teacher/unscored",
+        "episodes",
+        "of the step, with a token that has no teacher: no context, or no score of the teacher's "
+        "engine in time",
+        "sum",
+        healthy="0 without `teacher.context`",
+        otherwise="`teacher=engine`: raise `teacher.engine.count` or `teacher.engine.timeout_s`; "
+        "log.jsonl says which engines were replaced",
+    ),
+    Metric(
         "loss/sparse_policy",
         "1",
         "policy loss of the sparse copy (DistillSparse)",

@@ -105,6 +105,12 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "the learner computing the teacher's scores, of a phase in the row of its first step",
         "sum",
     ),
+    Metric(
+        "time/teacher_engine_s",
+        "s",
+        "a teacher's engines computing the scores of the batch's records",
+        "sum",
+    ),
     Metric("time/learner_busy_s", "s", "a forecast learner computing", "sum"),
     Metric(
         "throughput/rollout_tokens_per_s",

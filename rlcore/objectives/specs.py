@@ -195,13 +195,14 @@ class TeacherSpec(Spec):
         ),
     )
 
-    kind: Literal["none", "frozen", "previous", "policy"] = setting(
+    kind: Literal["none", "frozen", "previous", "policy", "engine"] = setting(
         "none",
         "frozen: a model that stays as it is; previous: the policy as it was some steps ago; "
-        "policy: the policy as each phase begins, with a context of its own",
+        "policy: the policy as each phase begins, with a context of its own; engine: a model in an "
+        "engine of its own, which scores records as they arrive",
     )
     path: str | None = setting(
-        None, "kind=frozen: its Hugging Face folder; null: the starting policy"
+        None, "kind=frozen or engine: its Hugging Face folder; frozen, null: the starting policy"
     )
     paths: dict[str, str] = setting(
         default_factory=dict, meaning="kind=frozen: folders by task, in the place of path"
@@ -233,18 +234,35 @@ class TeacherSpec(Spec):
         1.0, "of the divergence, beside algorithm.reward_weight of the policy loss", gt=0
     )
 
+    def _check_engine(self, key: str) -> None:
+        if self.kind != "engine":
+            return
+        refuse(self.path is None, f"{key}.kind=engine needs a model: give {key}.path.")
+        refuse(
+            self.context != "none",
+            f"{key}.context={self.context} is known when a group is whole, and {key}.kind=engine "
+            "scores each record as it arrives: use kind=frozen, previous or policy.",
+        )
+        refuse(
+            self.top_k is None,
+            f"{key}.top_k=null compares hidden states, and {key}.kind=engine gives log-probs: give "
+            "a number; one of the vocabulary's size is exact, too.",
+        )
+
     @property
     def used(self) -> bool:
         """True if the run has a teacher."""
         return self.kind != "none"
 
     def check(self, key: str) -> None:
-        for name in ("path", "paths"):
+        owners = {"path": ("frozen", "engine"), "paths": ("frozen",)}
+        for name, kinds in owners.items():
             refuse(
-                bool(getattr(self, name)) and self.kind != "frozen",
+                bool(getattr(self, name)) and self.kind not in kinds,
                 f"{key}.{name} names a model that {key}.kind={self.kind} does not have: use "
                 f"{key}=frozen, or leave it out.",
             )
+        self._check_engine(key)
         refuse(
             self.path is not None and bool(self.paths),
             f"{key}.path={self.path} and {key}.paths contradict each other: give one of them.",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
-from rlcore.registry import resolve
+from rlcore.registry import load_object, resolve
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
@@ -296,6 +296,57 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
     )
 
 
+class TeacherEngineSpec(Spec):
+    """Engines that hold a teacher (`teacher.kind=engine`)."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("kv_cache_gib",), lambda spec: spec.num_gpus > 0, "num_gpus=1 is no CPU"),
+        Unread(("gpu_memory_utilization",), lambda spec: not spec.num_gpus, "num_gpus=0: no GPU"),
+    )
+
+    count: int = setting(1, "engines, which take turns", gt=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on GPU, float32 on CPU"
+    )
+    num_cpus: float = setting(1, "CPUs an engine", gt=0)
+    num_gpus: Literal[0, 1] = setting(0, "GPUs a rank of an engine")
+    tensor_parallel: int = setting(1, "ranks that share one engine's model, each on its GPU", gt=0)
+    max_num_seqs: int | None = setting(
+        None,
+        "records scored together; null: 64 on GPUs, 1 on CPU, where scores then do not depend on "
+        "which records arrive together",
+        gt=0,
+    )
+    kv_cache_gib: float = setting(0.5, "num_gpus=0: KV cache", unit="GiB", gt=0)
+    gpu_memory_utilization: float = setting(
+        0.7,
+        "num_gpus=1: share of GPU memory for weights and KV cache; logits of whole records are "
+        "beside them",
+        gt=0,
+        le=1,
+    )
+    timeout_s: float = setting(
+        120.0,
+        "to score what a rollout actor hands over at once; records beyond go without a teacher",
+        unit="s",
+        gt=0,
+    )
+
+    @property
+    def actor(self) -> ActorSpec:
+        """The settings of a plain engine."""
+        given = self.model_dump(exclude={"timeout_s"})
+        given["max_num_seqs"] = self.max_num_seqs or (64 if self.num_gpus else 1)
+        return ActorSpec(**given, prefix_caching=False, cpu_fast_path=False)
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.tensor_parallel > 1 and self.num_gpus == 0,
+            f"{key}.tensor_parallel={self.tensor_parallel} needs GPUs: set {key}.num_gpus=1, or "
+            "tensor_parallel=1.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineJob:
     """The arguments that one engine is built from.
@@ -327,6 +378,12 @@ class EngineJob:
         return f"actor.{actor_label(self.actor_id)}"
 
 
+def start_teacher(job: EngineJob) -> Any:
+    """The engine of a teacher, `engines/vllm/teacher.py: TeacherEngine`."""
+    return load_object(TEACHER_ENGINE)(job)
+
+
+TEACHER_ENGINE = "rlcore.rollout.engines.vllm.teacher:TeacherEngine"
 ENGINES: dict[str, str] = {
     "vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine",
     "diffusion": "rlcore.extras.diffusion.engine:DiffusionEngine",

@@ -21,13 +21,14 @@ NONE = StopStrings()
 class Sent:
     """What a delivery sent, and where."""
 
-    def __init__(self, stop=NONE, records=None, decode=None, **more):
+    def __init__(self, stop=NONE, records=None, decode=None, taught=None, **more):
         self.records, self.answers, self.scored, self.delivered = [], [], [], []
         outlets = Outlets(
             records or self.records.extend,
             self.answers.extend,
             self.scored.extend,
             self.delivered.extend,
+            taught,
         )
         decode = decode or (lambda ids: "".join(map(str, ids)))
         self.delivery = Delivery(outlets, decode, stop, **more)
@@ -46,6 +47,28 @@ def test_training_records_go_to_the_buffer_and_text_to_the_graders():
     assert (first.text, first.tokens, first.prompt) == ("56", 4, "")  # cut at the stop string
     assert (second.text, second.prompt) == ("56", "34")
     assert [t.group_id for t in sent.delivered] == [4, -1]
+
+
+def test_a_teacher_scores_what_is_trained_on_before_it_is_sent():
+    """Not what the buffer will refuse anyway."""
+    broken = make_trajectory(5)
+    broken.logp_inf[0] = np.nan
+
+    def taught(trajectories):
+        for t in trajectories:
+            t.extras["teacher"] = t.logp_inf
+
+    sent = Sent(taught=taught)
+    episode_parts = episode(6, "train")
+    shown = make_trajectory(-1, 0, purpose="eval/3/digits/greedy")
+    sent.delivery.put([make_trajectory(4), broken, shown, episode_parts])
+    sent.delivery.close(10)
+    headers = [read_header(r) for r in sent.records]
+    assert [bool(h.problem) for h in headers] == [False, True, False, False]
+    whole = [load_trajectory(r) for r, h in zip(sent.records, headers) if not h.problem]
+    assert [t.group_id for t in whole] == [4, 6, 6]
+    assert all(t.extras["teacher"].tolist() == t.logp_inf.tolist() for t in whole)
+    assert "teacher" not in broken.extras and "teacher" not in shown.extras
 
 
 def test_each_task_s_text_is_cut_at_its_own_stop_strings():

@@ -1,4 +1,5 @@
-"""The fleet over real processes that stand in for engines: kill -9, kill -STOP."""
+"""The fleet, and a teacher's engines, over real processes that stand in for engines: kill -9,
+kill -STOP."""
 
 import asyncio
 import os
@@ -12,17 +13,20 @@ import pytest
 import ray
 from timing import deadline, wait_for_end
 
+from rlcore.cluster import start
 from rlcore.cluster.clients import RayRolloutActor
 from rlcore.cluster.clients.rollout import PendingReply
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.specs import Hosting, RaySpec
+from rlcore.cluster.teacher import TeacherActor, TeacherOutlet
 from rlcore.errors import UserError
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.role_protocols import Publication, Spawned
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.testing.records import make_sampling
-from rlcore.types import POLICY, Request, WeightManifest
+from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.testing.records import make_sampling, make_trajectory
+from rlcore.types import POLICY, TEACHER, Request, WeightManifest
 from rlcore.weights.specs import TransportSpec
 
 pytestmark = pytest.mark.cluster
@@ -77,20 +81,27 @@ def room_for_four():
         yield
 
 
+def make_hosting(hang_timeout_s=HANG_S):
+    return Hosting(
+        ray=RaySpec(),
+        schedule=ScheduleSpec(publish_timeout_s=60),
+        supervision=SupervisionSpec(
+            heartbeat_s=0.5,
+            hang_timeout_s=hang_timeout_s,
+            start_timeout_s=60,
+            max_restarts=3,
+        ),
+        transport=TransportSpec(),
+        evaluation=EvaluationSpec(),
+        run_dir="",
+        own_nodes=False,
+    )
+
+
 class World:
     def __init__(self, count):
         self.notes = []
-        self.hosting = Hosting(
-            ray=RaySpec(),
-            schedule=ScheduleSpec(publish_timeout_s=60),
-            supervision=SupervisionSpec(
-                heartbeat_s=0.5, hang_timeout_s=HANG_S, start_timeout_s=60, max_restarts=3
-            ),
-            transport=TransportSpec(),
-            evaluation=EvaluationSpec(),
-            run_dir="",
-            own_nodes=False,
-        )
+        self.hosting = make_hosting()
         self.fleet = Fleet(
             [ActorPool("bf16", self.spawn, count)],
             self.hosting.schedule,
@@ -225,3 +236,49 @@ def test_what_an_engine_refuses_ends_the_run_with_its_sentence():
             await world.supervisor.watch()
 
     play(scenario, 1)
+
+
+class Likelihoods:
+    """A teacher's engine that finds every token sure."""
+
+    def score(self, given):
+        counts = [int(np.count_nonzero(sampled)) for _, sampled in given]
+        return [
+            (np.ones((n, 1), np.int32), np.zeros((n, 1), np.float32), np.zeros(n, np.float32))
+            for n in counts
+        ]
+
+
+class Teaching(TeacherActor):
+    def start(self):
+        self._engine = Likelihoods()
+        return os.getpid()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_teacher_s_engine_that_dies_or_stops_is_replaced_and_scores_again(monkeypatch, sent):
+    """Nobody waits beyond the deadline meanwhile, and records without scores go on."""
+    monkeypatch.setattr(start, "TeacherActor", Teaching)
+    notes = []
+    job = EngineJob(ActorSpec(), "teacher", "", max_len=8, logprobs_k=1)
+    hang_s = deadline(3)
+    teacher = start.start_teacher(make_hosting(hang_s), job, notes.append)
+    ask = TeacherOutlet(teacher.handles, 1.0)
+
+    def scored():
+        record = make_trajectory(0, 0)
+        ask([record])
+        return all(name in record.extras for name in TEACHER)
+
+    process = psutil.Process(ray.get(teacher.starting[0][0], timeout=deadline(60)))
+    TeacherOutlet(teacher.handles, deadline(20))([record := make_trajectory(0, 0)])
+    assert TEACHER[0] in record.extras
+    process.send_signal(sent)
+    end = time.monotonic() + deadline(60)
+    while not scored():
+        teacher.watch()
+        assert time.monotonic() < end, notes
+    wait_for_end([process], 20)
+    silent = any(f"did not answer for cluster.hang_timeout_s={hang_s:g}" in n for n in notes)
+    assert silent == (sent == signal.SIGSTOP)
+    teacher.kill()

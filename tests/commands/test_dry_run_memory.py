@@ -213,6 +213,22 @@ def test_the_models_of_teachers_are_counted(tmp_path, capsys, no_cluster):
     assert teacher("teacher=policy") == ""
 
 
+def test_the_engine_of_a_teacher_has_a_gpu_of_its_own_and_its_memory(tmp_path, capsys, no_cluster):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
+    hollow_folder(tmp_path / "small", "Qwen3Config", QWEN3_1_7B)
+    base = words(tmp_path, "dense_32b_16gpus", "algorithm=distill")
+    assert main([*base, "teacher=policy"]) == 0
+    gpus = [x for x in capsys.readouterr().out.splitlines() if x.startswith("resources")]
+    engine = [*base, "teacher=engine", "teacher.engine.num_gpus=1"]
+    assert main([*engine, f"teacher.path={tmp_path / 'small'}"]) == 0
+    said = capsys.readouterr().out
+    more = [x for x in said.splitlines() if x.startswith("resources")]
+    assert "16 GPUs" in gpus[0] and "17 GPUs" in more[0]
+    line = next(x for x in said.splitlines() if "teacher.engine rank:" in x)
+    assert "weights 3.2" in line  # 1.72e9 parameters in bfloat16, in GiB
+    assert main([*engine, f"teacher.path={tmp_path / 'm'}"]) == 0  # 61 of 67 GiB
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path, capsys, no_cluster):
     hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
     hollow_folder(tmp_path / "other", "Qwen3Config", {**QWEN3_1_7B, "vocab_size": 32000})

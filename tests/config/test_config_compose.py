@@ -53,6 +53,7 @@ COMPANIONS = {
     "algorithm=ppo": ["critic=model"],
     "algorithm=distill": ["teacher=policy"],
     "teacher=frozen": ["teacher.path=folder"],
+    "teacher=engine": ["teacher.path=folder"],
     "critic=model": ["algorithm=ppo"],
     "critic=value_head": ["algorithm=ppo"],
     "model=diffusion": [

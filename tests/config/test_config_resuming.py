@@ -49,6 +49,10 @@ FREE = {
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale "
         "price"
     ),
+    "teacher.engine": (
+        "count dtype num_cpus num_gpus tensor_parallel max_num_seqs kv_cache_gib "
+        "gpu_memory_utilization timeout_s"
+    ),
     "actor.LABEL.target": "statistic moves value least most rate band",
     "actor.LABEL.share": "shape start end steps",
     "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step sparse_prompt",

@@ -7,6 +7,8 @@ from rlcore.errors import UserError
 
 SELF = ["algorithm=distill", "teacher=policy"]
 MODEL = ["algorithm=distill", "teacher=frozen", "teacher.path=folder"]
+ENGINE = ["algorithm=distill", "teacher=engine", "teacher.path=folder"]
+TURNS = ["schedule=on_policy", "schedule.colocated=true", "cluster.transport=object_store"]
 SAMPLED = "teacher.tail=sampled"
 REFUSED = [  # words; parts that the sentence must hold
     (["algorithm=distill"], ["algorithm.reward_weight=0", "teacher=frozen"]),
@@ -42,6 +44,17 @@ REFUSED = [  # words; parts that the sentence must hold
         [*MODEL, "actor.bf16.rounding=int3", "learner.round_as=bf16"],
         ["teacher.kind=frozen", "learner.round_as=bf16"],
     ),
+    (["teacher=engine"], ["teacher.kind=engine", "teacher.path"]),
+    ([*ENGINE, "teacher.context=best"], ["context=best", "teacher.kind=engine"]),
+    ([*ENGINE, "teacher.top_k=null"], ["top_k=null", "teacher.kind=engine"]),
+    ([*ENGINE, "rollout.temperature=0.7"], ["rollout.temperature=0.7", "teacher=frozen"]),
+    ([*ENGINE, *TURNS], ["schedule.colocated=true", "teacher.kind=engine"]),
+    (
+        [*ENGINE, "teacher.engine.timeout_s=600"],
+        ["teacher.engine.timeout_s=600", "rollout.request_timeout_s=600"],
+    ),
+    ([*ENGINE, "teacher.engine.tensor_parallel=2"], ["teacher.engine.tensor_parallel=2"]),
+    ([*MODEL, "teacher.engine.count=2"], ["teacher.engine", "teacher.kind=frozen"]),
     (["teacher=previous", "learner.zero_stage=3"], ["kind=previous", "learner.zero_stage=3"]),
 ]
 
@@ -66,6 +79,7 @@ def test_what_does_not_fit_a_teacher_is_refused_in_a_sentence(words, parts) -> N
         [*MODEL, SAMPLED, "teacher.top_k=0", "correction=[mis]"],
         ["algorithm=grpo", "teacher=previous", "teacher.weight=0.1", "algorithm.kl_coef=0.01"],
         [*SELF, "environment=attempts", "task=arithmetic", "teacher.context=feedback"],
+        [*ENGINE, "teacher.engine.count=2", SAMPLED, "correction=[tis]"],
         [*MODEL, "learner=lora", "learner.zero_stage=3"],
     ],
     ids=lambda words: " ".join(words)[:60],

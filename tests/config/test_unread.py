@@ -81,6 +81,7 @@ OTHERWISE = {
 }
 CRITIC = "algorithm=ppo critic=model"
 TEACHER = "teacher=frozen teacher.path=folder"
+IN_ENGINE = "teacher=engine teacher.path=folder"
 OF_A_TEACHER = {
     "divergence": ("forward", TEACHER),
     "top_k": ("9", TEACHER),
@@ -230,6 +231,14 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
     ],
     **{f"teacher.{name}": [(value, "", taught)] for name, (value, taught) in OF_A_TEACHER.items()},
     "teacher.tail": [("drop", dead, TEACHER) for dead in ("", f"{TEACHER} teacher.top_k=null")],
+    **{
+        f"teacher.engine.{name}": [(value, f"{IN_ENGINE}{dead}", f"{IN_ENGINE}{alive}")]
+        for gpu in (" teacher.engine.num_gpus=1",)
+        for name, value, dead, alive in (
+            ("kv_cache_gib", "2.0", gpu, ""),
+            ("gpu_memory_utilization", "0.5", "", gpu),
+        )
+    },
     "teacher.ratio_cap": [
         ("3.0", dead, f"{TEACHER} teacher.tail=sampled")
         for dead in ("", TEACHER, f"{TEACHER} teacher.top_k=null")

@@ -24,7 +24,7 @@ from learner_helpers import (
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.learner.batch import StepBatch, build_batch
+from rlcore.learner.batch import StepBatch, build_batch, recorded_scores
 from rlcore.learner.build import share_prefixes
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import pack
@@ -35,7 +35,7 @@ from rlcore.objectives.distillation import divergence
 from rlcore.objectives.specs import TeacherSpec
 from rlcore.testing.records import make_group, make_trajectory
 from rlcore.testing.tabular import TabularEngine, TabularPolicy
-from rlcore.types import Group
+from rlcore.types import TEACHER, TEACHER_S, Group
 
 F = torch.float64
 ALONE = {"advantage": "reinforce", "loss": "reinforce", "reward_weight": 0.0}
@@ -254,6 +254,35 @@ def test_every_task_has_the_teacher_of_its_name(model) -> None:
         assert single.teacher is not None
         rows = torch.from_numpy(tasks == task)
         torch.testing.assert_close(found.logp[rows], single.teacher.logp[rows], atol=1e-5, rtol=0)
+
+
+def test_scores_that_records_carry_are_those_of_the_learner(model) -> None:
+    """As an engine of the teacher gives them; a record without them has no teacher."""
+    groups = make_groups(2)
+    own = make_batch(groups)
+    update = _update(model, _spec(top_k=4))
+    assert update.teacher is not None
+    update.teacher.score(own, LAY_OUT)
+    known = own.teacher
+    assert known is not None
+    episodes = [e for g in groups for e in g.episodes]
+    for row, e in enumerate(episodes[1:], 1):
+        n = len(e.parts[0].logp_inf)
+        given = (known.ids[row, :n].int(), known.logp_at[row, :n], known.logp[row, :n])
+        e.parts[0].extras |= {name: x.numpy() for name, x in zip(TEACHER, given)}
+        e.parts[0].timings[TEACHER_S] = 0.25
+    batch = make_batch(groups)
+    found = batch.teacher = recorded_scores(groups, batch.sent.mask, 4)
+    assert not found.on[0].any() and (found.ids[0] == -1).all()
+    for name in ("on", "logp", "ids", "logp_at"):
+        assert torch.equal(getattr(found, name)[1:], getattr(known, name)[1:]), name
+    engine = _update(model, _spec(kind="engine", top_k=4), {})
+    step = _step(engine, batch)
+    assert batch.teacher is found
+    share = float(found.on.sum() / batch.sent.mask.sum())
+    assert step.metrics["teacher/token_share"] == pytest.approx(share)
+    assert step.metrics["teacher/unscored"] == 1
+    assert step.metrics["time/teacher_engine_s"] == pytest.approx(0.25 * (len(episodes) - 1))
 
 
 # ----- the expected gradient, enumerated -----

@@ -23,6 +23,7 @@ from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 if TYPE_CHECKING:
+    from rlcore.cluster.teacher import TeacherOutlet
     from rlcore.environments.player import Players
 
 T = TypeVar("T")
@@ -51,8 +52,10 @@ class RolloutActor:
         engine: EngineJob,
         text: TextSettings,
         environments: Sequence[EnvironmentJob] = (),
+        teacher: TeacherOutlet | None = None,
     ) -> int:
-        """`environments`: of the tasks whose episodes have several turns."""
+        """`environments`: of the tasks whose episodes have several turns. `teacher`: scores records
+        on their way to the buffer."""
         from rlcore.cluster.clients.scorer import scorer_name
         from rlcore.cluster.delivery import NodeOutlet
         from rlcore.cluster.placement import shard_name
@@ -71,6 +74,7 @@ class RolloutActor:
             NodeOutlet("submit", graders, self._scorer),
             NodeOutlet("submit_scored", graders, self._scorer),
             self._delivered,
+            teacher,
         )
         decode = partial(decode_response, tokenizer)
         size = int(read_config(engine.policy_path or engine.model_path)["vocab_size"])

@@ -75,7 +75,7 @@ def pytest_sessionstart(session: Any) -> None:
     """Fail where vLLM does not run as this module says."""
     from rlcore.rollout.engines.vllm import engine
 
-    start = engine._start
+    start = engine.start_llm
 
     def checked(job: Any, vocab: int) -> Any:
         llm = start(job, vocab)
@@ -83,4 +83,4 @@ def pytest_sessionstart(session: Any) -> None:
         assert llm.vllm_config.use_v2_model_runner == SECOND
         return llm
 
-    engine._start = checked
+    engine.start_llm = checked

@@ -55,7 +55,7 @@ class VllmCore(DecodeCore):
         self._temperature_scale = job.actor.temperature_scale
         self._vocab = vocab
         self._adapter = None if job.adapter is None else _ADAPTER
-        self._llm = _start(job, vocab)
+        self._llm = start_llm(job, vocab)
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
         self._params: dict[tuple[SamplingSpec, tuple[int, ...]], SamplingParams] = {}
@@ -239,7 +239,7 @@ class VllmCore(DecodeCore):
         self._core.shutdown()
 
 
-def _start(job: EngineJob, vocab: int) -> LLMEngine:
+def start_llm(job: EngineJob, vocab: int) -> LLMEngine:
     """The engine, on the model runner that its actor asks for."""
     second = _on_second_runner(job)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))

@@ -1,0 +1,182 @@
+"""A teacher's engines: their processes, the driver's watch over them, and the client by which
+rollout actors have records scored."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from rlcore.cluster.calls import DEAD, kill
+from rlcore.errors import RoleLost
+from rlcore.interfaces import GivenTokens, TeacherAnswer
+from rlcore.types import TEACHER, TEACHER_S, Trajectory
+
+if TYPE_CHECKING:
+    from rlcore.loop.specs import SupervisionSpec
+    from rlcore.rollout.specs import EngineJob
+
+CHUNK = 32  # records of a call
+THREADS = {"watch": 1}  # beside the one that computes
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherState:
+    """An engine as its process reports it."""
+
+    pid: int
+    ready: bool = False  # its model is loaded
+    busy_s: float = 0.0  # of the call under way, or of the engine's start
+    error: str = ""  # that ended the engine
+
+
+class TeacherActor:
+    """One engine. Ray restarts the process, whose first call then starts the engine again."""
+
+    def __init__(self, job: EngineJob) -> None:
+        self._job = job
+        self._engine: Any = None
+        self._since: float | None = None  # when the call under way began, or its part after a start
+        self._error = ""
+
+    def start(self) -> int:
+        if self._engine is None:
+            from rlcore.rollout.specs import start_teacher
+
+            self._engine = start_teacher(self._job)
+        return os.getpid()
+
+    def score(
+        self, given: Sequence[GivenTokens], until: float
+    ) -> tuple[list[TeacherAnswer | None], float]:
+        """Of each record, and the seconds of the whole; None of one that the engine does not take,
+        or of all once nobody waits any more. `until`: by the wall clock, since callers may be on
+        other nodes."""
+        self._since = time.monotonic()
+        try:
+            self.start()
+            self._since = start = time.monotonic()
+            late = time.time() > until
+            answers = [None] * len(given) if late else self._engine.score(given)
+        except Exception as e:  # any error of the engine: the driver has the process replaced
+            self._error = f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            self._since = None
+        return answers, time.monotonic() - start
+
+    @ray.method(concurrency_group="watch")
+    def state(self) -> TeacherState:
+        since = self._since
+        busy = 0.0 if since is None else time.monotonic() - since
+        return TeacherState(os.getpid(), self._engine is not None, busy, self._error)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An engine, and the heartbeat that it was asked for last."""
+
+    handle: Any
+    asked: Any = None
+    since: float = 0.0
+    pid: int = 0
+
+
+class RayTeacher:
+    """The engines as the driver has them."""
+
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        started: Sequence[Any],
+        supervision: SupervisionSpec,
+        note: Callable[[str], None],
+    ) -> None:
+        """`started`: their answers to `start`."""
+        self.handles = tuple(handles)
+        self.starting = [(ref, f"teacher engine {i} to start") for i, ref in enumerate(started)]
+        self._spec = supervision
+        self._note = note
+        self._watched = [_Watched(handle) for handle in handles]
+
+    def watch(self) -> None:
+        """Have an engine replaced that failed, hangs or does not answer; waits for none. Raises
+        RoleLost for one that died more often than cluster.max_restarts allows."""
+        for i, engine in enumerate(self._watched):
+            fault = self._fault(engine, i)
+            if fault:
+                self._note(f"the teacher's engine {i} {fault}: it is replaced")
+                engine.asked = None
+                kill(engine.handle, no_restart=False)
+
+    def _fault(self, engine: _Watched, number: int) -> str:
+        """Return what is wrong with an engine, as far as it is known; "" for nothing."""
+        now, limit = time.monotonic(), self._spec.hang_timeout_s
+        if engine.asked is None:
+            engine.asked, engine.since = engine.handle.state.remote(), now
+        if not ray.wait([engine.asked], timeout=0)[0]:
+            late = now - engine.since > limit
+            return f"did not answer for cluster.hang_timeout_s={limit:g} s" if late else ""
+        asked, engine.asked = engine.asked, None
+        try:
+            state: TeacherState = ray.get(asked)
+        except DEAD as e:
+            raise RoleLost(
+                f"the teacher's engine {number} died more often than cluster.max_restarts="
+                f"{self._spec.max_restarts} allows"
+            ) from e
+        if engine.pid not in (0, state.pid):
+            self._note(f"the teacher's engine {number} died, and another process has replaced it")
+        engine.pid = state.pid
+        if state.error:
+            return f"failed ({state.error})"
+        key = "hang_timeout_s" if state.ready else "start_timeout_s"
+        allowed = getattr(self._spec, key)
+        return f"has computed for cluster.{key}={allowed:g} s" if state.busy_s > allowed else ""
+
+    def kill(self) -> None:
+        """End the processes for good."""
+        for handle in self.handles:
+            kill(handle)
+
+
+@dataclass(slots=True)
+class TeacherOutlet:
+    """Has records scored on their way to the buffer. One thread calls it.
+
+    Records that no engine has scored by the deadline go on without a teacher, and so do those whose
+    engine fails, or dies twice under them.
+    """
+
+    handles: Sequence[Any]
+    timeout_s: float  # of what is handed over at once, the wait for the engines included
+    _turn: int = field(default=0, init=False)
+
+    def __call__(self, records: Sequence[Trajectory]) -> None:
+        """Add a teacher's scores to the records' extras, in place."""
+        end, until = time.monotonic() + self.timeout_s, time.time() + self.timeout_s
+        calls = []
+        for chunk in _chunks([t for t in records if len(t.logp_inf)]):
+            handle = self.handles[self._turn % len(self.handles)]
+            self._turn += 1
+            given = [(t.token_ids, t.sampled) for t in chunk]
+            calls.append((chunk, handle.score.remote(given, until)))
+        for chunk, ref in calls:
+            try:
+                answers, seconds = ray.get(ref, timeout=max(0.0, end - time.monotonic()))
+            except RayError:  # late, failed or dead: the driver's watch has engines replaced
+                continue
+            for record, answer in zip(chunk, answers):
+                if answer is not None:
+                    record.timings[TEACHER_S] = seconds / len(chunk)
+                    record.extras |= dict(zip(TEACHER, answer))
+
+
+def _chunks(records: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:
+    for start in range(0, len(records), CHUNK):
+        yield records[start : start + CHUNK]
