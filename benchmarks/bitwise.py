@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rlcore.attention.bitwise import hold
 from rlcore.interfaces import RolloutEngine
-from rlcore.learner.cpu_speed import own_norms
+from rlcore.learner.layer_kernels import own_norms
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import Policy, load_causal_lm

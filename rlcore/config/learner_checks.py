@@ -305,3 +305,19 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
     wrong = actor.wrong_logits or "temperature_scale"
     off = bool(actor.wrong_logits) or actor.temperature_scale != 1
     yield f"{wrong}={getattr(actor, wrong):g}", off, "which is an error on purpose: leave it out"
+
+
+# ----- layers by kernels of another library -----
+
+
+def check_layers(c: RunConfig) -> None:
+    """Liger's kernels need a GPU, and are refused where no run has shown them."""
+    layers = f"learner.layers={c.learner.layers}"
+    if c.learner.layers == "torch":
+        return
+    refuse(
+        c.learner.num_gpus == 0,
+        f"{layers} is of GPU kernels, and learner.num_gpus=0: use learner.layers=torch.",
+    )
+    for other, used in _unusual(c):
+        refuse(used, f"{layers} is not proven with {other}: leave that out, or use layers=torch.")

@@ -21,8 +21,9 @@ from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
-from rlcore.learner.cpu_speed import STAT, SpareCores, own_norms
+from rlcore.learner.cpu_speed import STAT, SpareCores
 from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
+from rlcore.learner.layer_kernels import liger_layers, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
@@ -428,7 +429,9 @@ class _Models:
             split=self._split,
             device=self._device,
         )
-        if self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
+        if self._spec.layers == "liger":
+            liger_layers(lm)
+        elif self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
             own_norms(lm)
         if self._job.bitwise_positions:
             _hold_bitwise(lm, self._job.bitwise_positions)

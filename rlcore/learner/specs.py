@@ -384,6 +384,10 @@ class LearnerSpec(OptimizerSpec):
         "auto: on GPU flash-attn where it is installed, else torch's own kernel (varlen); on CPU "
         "sdpa. Sparse attention: masks over tokens with sdpa, else FlexAttention's blocks",
     )
+    layers: Literal["torch", "liger"] = setting(
+        "torch",
+        "liger: norms, MLPs and rotary embeddings of Qwen3 and Llama by kernels of liger-kernel",
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations")
     router_replay: bool = setting(
         False,
@@ -439,8 +443,7 @@ class LearnerSpec(OptimizerSpec):
 
     @property
     def shares(self) -> int:
-        """Shares of a batch: ranks that hold parts of the same sequences have one share
-        together."""
+        """Shares of a batch; ranks that hold parts of the same sequences have one together."""
         return self.ranks // self.parts
 
     @property
@@ -497,19 +500,16 @@ class LearnerSpec(OptimizerSpec):
             f"{self.dtype} with {key}.num_gpus={self.num_gpus:g} means: choose 1, 2 or 3, or "
             f"{key}.dtype=float32.",
         )
-        self._check_micro_batches(key)
-        check_offload(self, key)
-        self._check_kept(key)
-        check_parts(self, key)
-        if self.distill is not None:
-            self._check_distill(key)
-
-    def _check_micro_batches(self, key: str) -> None:
         given = self.micro_batch_tokens
         refuse(
             given != "auto" and given < 1,
             f"{key}.micro_batch_tokens={given} must be above 0, or auto.",
         )
+        check_offload(self, key)
+        self._check_kept(key)
+        check_parts(self, key)
+        if self.distill is not None:
+            self._check_distill(key)
 
     def _check_kept(self, key: str) -> None:
         if not self.activation_cache_mib:

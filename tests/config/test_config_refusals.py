@@ -351,6 +351,11 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.attention=flash_attention_2"],
         ["learner.attention=flash_attention_2", "learner.num_gpus"],
     ),
+    (["learner.layers=liger"], ["learner.layers=liger", "learner.num_gpus=0", "layers=torch"]),
+    (
+        [*GPUS, "learner.layers=liger", "learner.ranks=2", "learner.tensor_parallel=2"],
+        ["learner.layers=liger", "learner.tensor_parallel=2"],
+    ),
     (["learner.attention=varlen"], ["learner.attention=varlen", "learner.num_gpus"]),
     (
         ["learner.attention=varlen", "learner.num_gpus=1", "learner.dtype=float32"],

@@ -1,4 +1,5 @@
-"""Every attribute of torch, PEFT and DeepSpeed that rlcore replaces. Imports none of them."""
+"""Every attribute of torch, transformers, PEFT and DeepSpeed that rlcore replaces. Imports none of
+them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,15 @@ NORM = Patch(
     "forward",
     "to compute norms in fewer passes over memory",
     ("2.11.", "2.13."),
+)
+_LIGER = "to compute it by one kernel of Liger"
+# of MLPs whose activation is SiLU
+SWIGLU = Patch("torch.nn:Module", "forward", _LIGER, ("2.11.", "2.13."))
+ROTARY_QWEN3 = Patch(
+    "transformers.models.qwen3.modeling_qwen3", "apply_rotary_pos_emb", _LIGER, ("5.19.",)
+)
+ROTARY_LLAMA = Patch(
+    "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb", _LIGER, ("5.19.",)
 )
 ADAPTED_LINEAR = Patch(
     "peft.tuners.lora:Linear",
@@ -23,4 +33,4 @@ MOMENTS_LINKED = Patch(
     "to find the moments of a checkpoint",
     ("0.19.",),
 )
-PATCHES = (NORM, ADAPTED_LINEAR, MOMENTS_LINKED)
+PATCHES = (NORM, SWIGLU, ROTARY_QWEN3, ROTARY_LLAMA, ADAPTED_LINEAR, MOMENTS_LINKED)

@@ -1,15 +1,24 @@
-"""RMS norms with a backward pass of their own give what transformers' give."""
+"""RMS norms with a backward pass written here, and Liger's kernels, give what transformers' layers
+give."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from learner_helpers import small_model
+from timing import deadline
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rlcore.learner.cpu_speed import own_norms, rms_norm
+from rlcore.errors import UserError
+from rlcore.learner.layer_kernels import liger_layers, own_norms, rms_norm
 from rlcore.learner.policy import load_causal_lm
 
 
@@ -61,3 +70,53 @@ def test_a_copied_model_reads_its_own_weights(tmp_path):
     with torch.no_grad():
         lm.model.norm.weight.zero_()
     assert torch.equal(other(ids).logits, before) and not lm(ids).logits.any()
+
+
+def test_what_liger_s_kernels_are_not_proven_for_is_refused(tmp_path):
+    lm = load_causal_lm(small_model(tmp_path), "float32", "sdpa")
+    with pytest.raises(UserError, match=r"liger-kernel .* install rlcore\[gpu\]"):
+        liger_layers(lm)
+    lm.config.hidden_act = "gelu"
+    with pytest.raises(UserError, match=r"qwen3 and llama with SiLU, .* of qwen3 with gelu"):
+        liger_layers(lm)
+
+
+LIGER = "liger-kernel==0.8.5"
+
+
+@pytest.fixture
+def liger() -> str:
+    """A folder that holds liger-kernel, kept between runs of the tests."""
+    folder = Path(tempfile.gettempdir()) / f"rlcore-{LIGER.replace('==', '-')}"
+    if not (folder / "liger_kernel/ops/swiglu.py").is_file():
+        words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+        done = subprocess.run(
+            [*words, str(folder), LIGER], capture_output=True, text=True, timeout=deadline(300)
+        )
+        if done.returncode:
+            pytest.skip(f"{LIGER} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_liger_s_kernels_in_the_interpreter_train_as_transformers_layers(
+    liger, architecture, tmp_path
+):
+    """Kernels run in triton's interpreter, which must be chosen before triton is imported."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([liger, str(here), str(here.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(here / "liger_jobs.py"), architecture, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=deadline(280),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.rpartition("FOUND")[2])
+    assert found["replaced"] > 0
+    for name, apart in found["apart"].items():
+        assert apart < 1e-4, (name, apart)
+    assert found["moved"] > 1e-3
