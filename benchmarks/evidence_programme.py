@@ -1,4 +1,4 @@
-"""Studies E1 to E10, registered before their first run: hypotheses, gates and stopping rules.
+"""Studies E1 to E11, registered before their first run: hypotheses, gates and stopping rules.
 
     python benchmarks/evidence.py floor_64 --background --minutes 600
 
@@ -327,6 +327,25 @@ _PAGES_STUDY = Study(
     held=_HELD_PAGES,
 )
 
+_FEW_STEPS: Words = (
+    *("schedule.steps=6", "schedule.groups_per_step=4"),
+    *("evaluation.every=6", "evaluation.prompts=40"),
+)
+# a real model of two attempts, with few steps: a run takes some minutes of one core
+_SELF_STUDY = Study(
+    experiment="self_distillation",
+    knob="context of the teacher",
+    matched=("none", (*_FEW_STEPS, "algorithm=grpo", "teacher=none")),
+    sizes={"best answer": _FEW_STEPS},
+    arms={"distilled": (), "both": ("algorithm=grpo",)},
+    metric="eval/arithmetic/greedy",
+    seeds=(0, 1, 2),
+    sources=(*UPDATE[:-1], "rlcore/tasks/arithmetic.py", "rlcore/environments/attempts.py"),
+    swept=False,
+    figure=("matched", "distilled", "both"),
+    watched=("teacher/token_share", "teacher/divergence", "teacher/top1_agreement"),
+)
+
 PROGRAMME: dict[str, Registered] = {
     "floor_64": Registered(
         "E1",
@@ -415,5 +434,15 @@ PROGRAMME: dict[str, Registered] = {
         ),
         "the set-point's statistic is within 0.02 of 0.86 over the second half, at both entries of "
         "positions (mean over seeds)",
+    ),
+    "self_distillation": Registered(
+        "E11",
+        _SELF_STUDY,
+        (
+            Hypothesis("distilled", ("matched",), "best answer", at_least=-0.05),
+            Hypothesis("both", ("matched",), "best answer", at_least=0.05),
+        ),
+        "teacher/token_share is at least 0.2 over the first three steps of the distilled arm (mean "
+        "over seeds)",
     ),
 }
