@@ -16,6 +16,7 @@ from rlcore.commands import derived, plan_mix
 from rlcore.commands.memory import folder_parameters
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
+from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.metrics.rows import read_rows
 from rlcore.models.folder import read_config
@@ -24,7 +25,7 @@ from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, Shape, actor_rates, l
 from rlcore.planner.measure import SPAN, MeasuredRun, measured
 from rlcore.planner.picture import picture
 from rlcore.planner.run import PlannedFleet
-from rlcore.planner.specs import ActorRates, LengthSpec, Rates
+from rlcore.planner.specs import ActorRates, EpisodeSpec, LengthSpec, Rates
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.tasks import make_task
@@ -32,6 +33,8 @@ from rlcore.tasks.scoring import Scorer
 from rlcore.types import Answer
 from rlcore.weights.specs import GROUP_TRANSPORTS
 
+EPISODE_WORDS = ("turns", "given_tokens", "call_s")
+UNGRADED_S = 1e-9  # a grader's time for an episode that its environment has graded
 STEPS = 24  # optimizer steps that are simulated: enough for a steady state
 SPLIT_WORDS = ("gpus", "variants", "failures")  # of `plan_split`
 ASSUMED = "by manufacturers' figures and assumed shares of them, unproven on a GPU"
@@ -154,11 +157,6 @@ def check_simulated(config: RunConfig) -> None:
         "one distribution of lengths. Plan each task by itself.",
     )
     refuse(
-        bool(config.played),
-        "environment= cannot be planned: turns and the time of tools are not simulated. Plan the "
-        "run with environment=none.",
-    )
-    refuse(
         config.model.diffusion is not None,
         "model.diffusion cannot be planned: a forecast decodes token by token. Plan a run of a "
         "causal model.",
@@ -234,6 +232,9 @@ def planned(
 ) -> PlannedFleet:
     """The run with these actors at these rates, of at least `steps` optimizer steps and those
     during which it fills and drains."""
+    environment = next(iter(config.played.values()), EnvironmentSpec())
+    if environment.played:  # which grades its episodes itself
+        rates = rates.model_copy(update={"grade_s": UNGRADED_S})
     around = 2 * config.schedule.max_staleness
     # whole phases and publications, at least six of them
     period = max(config.schedule.publish_period, config.schedule.phases.steps)
@@ -258,6 +259,9 @@ def planned(
         joined=config.cluster.transport in GROUP_TRANSPORTS,
         run_seed=config.seed,
         nodes=_nodes(config, actors),
+        max_turns=environment.max_turns,
+        max_len=config.model.max_len,
+        places=environment.concurrency,
     )
 
 
@@ -273,14 +277,16 @@ def _nodes(config: RunConfig, actors: Mapping[str, int]) -> int:
 def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, ActorRates], Rates]:
     if "rates" in words:
         rates = _read_rates(words["rates"])
+        _check_episodes(config, rates, words)
         return dict.fromkeys(config.actor, rates.actor), rates
     gpu = words["gpu"]
     if gpu not in GPUS:
         raise UserError.choice("gpu", gpu, GPUS)
     shape, lengths = shape_of(config, words), lengths_of(config, words)
     ranks = derived.ranks(config)
-    rates = Rates(lengths=lengths, learner=learner_rates(GPUS[gpu], shape, ranks))
-    context = lengths.prompt + lengths.median
+    learner = learner_rates(GPUS[gpu], shape, ranks)
+    rates = Rates(lengths=lengths, learner=learner, episodes=episodes_of(config, words))
+    context = rates.context
     for label, actor in config.actor.items():
         refuse(
             actor.kind == "draft",
@@ -352,6 +358,49 @@ def lengths_of(config: RunConfig, words: Mapping[str, str]) -> LengthSpec:
     return LengthSpec(**(given | {"prompt": int(given["prompt"])}))
 
 
+def episodes_of(config: RunConfig, words: Mapping[str, str]) -> EpisodeSpec | None:
+    """Episodes from the words; None without an environment. Raises UserError."""
+    given = [word for word in EPISODE_WORDS if word in words]
+    if not config.played:
+        refuse(
+            bool(given),
+            f"{given[0] if given else ''}= is of an environment's episodes, and the run has none: "
+            "add environment=NAME.",
+        )
+        return None
+    (environment,) = config.played.values()
+    turns = _number(words, "turns", environment.max_turns)
+    refuse(
+        not 1 <= turns <= environment.max_turns,
+        f"turns={turns:g} is not accepted: episodes have 1 to environment.max_turns="
+        f"{environment.max_turns} turns.",
+    )
+    default = EpisodeSpec()
+    given_tokens = int(_number(words, "given_tokens", default.given))
+    return EpisodeSpec(
+        turns=turns, given=given_tokens, call_s=_number(words, "call_s", default.call_s)
+    )
+
+
+def _check_episodes(config: RunConfig, rates: Rates, words: Mapping[str, str]) -> None:
+    """Raise UserError for rates of turns and a run of answers, or the reverse."""
+    path, word = words["rates"], next((w for w in EPISODE_WORDS if w in words), None)
+    refuse(
+        word is not None,
+        f"{word}= is for gpu=NAME: the file rates={path} has episodes of its own. Change it there.",
+    )
+    refuse(
+        bool(config.played) and rates.episodes is None,
+        f"rates={path} has no episodes, whose turns environment= needs: add them, or measure a run "
+        "with the environment.",
+    )
+    refuse(
+        not config.played and rates.episodes is not None,
+        f"rates={path} has episodes, and the run has no environment: its lengths are those of "
+        "turns. Give rates of a run without one, or add environment=NAME.",
+    )
+
+
 def _number(words: Mapping[str, str], key: str, default: float) -> float:
     if key not in words:
         return default
@@ -405,15 +454,16 @@ def _read_run(name: str) -> tuple[RunConfig, MeasuredRun]:
         max_tokens=config.rollout.max_new_tokens,
         synchronous=derived.plan(config).synchronous,
         ref_pass=config.schedule.phases.steps > 1,
+        played=bool(config.played),
     )
     return config, run
 
 
 def _grade_seconds(config: RunConfig) -> float | None:
     """Seconds between two answers of the task's graders, timed here; None where a model or server
-    grades, too."""
+    grades, too, or an environment alone."""
     ((label, task),) = config.tasks.items()
-    if task.weighed:
+    if task.weighed or config.played:
         return None
     items = make_task(task.name, task.args, label=label)
     item = items.item("train", 0)
@@ -447,5 +497,14 @@ def _described(runs: list[MeasuredRun], rates: Rates) -> list[str]:
         f"publication    {learner.publish_s:.3g} s of the learner, {actor.load_s:.3g} s of actors",
         f"lengths        prompts {lengths.prompt}, answers {lengths.median:.3g} in the median, "
         f"spread {lengths.spread:.3g}",
-        f"grading        {rates.grade_s * 1e3:.3g} ms an answer",
+        *_described_beside(rates),
+    ]
+
+
+def _described_beside(rates: Rates) -> list[str]:
+    if (episodes := rates.episodes) is None:
+        return [f"grading        {rates.grade_s * 1e3:.3g} ms an answer"]
+    return [
+        f"episodes       {episodes.turns:.3g} turns, {episodes.given} tokens given after each; "
+        f"{episodes.call_s * 1e3:.3g} ms a call of the environment"
     ]

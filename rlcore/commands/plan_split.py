@@ -15,6 +15,7 @@ from rlcore.commands.plan import (
     check_simulated,
     check_source,
     engine_of,
+    episodes_of,
     lengths_of,
     planned,
     shape_of,
@@ -25,7 +26,7 @@ from rlcore.planner.forecast import Split, best_of, forecast, least_ranks, searc
 from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, Gpu, Shape, actor_rates, learner_rates
 from rlcore.planner.picture import picture
 from rlcore.planner.run import PlannedFleet
-from rlcore.planner.specs import LengthSpec, Rates
+from rlcore.planner.specs import EpisodeSpec, LengthSpec, Rates
 from rlcore.spec import refuse
 
 CONFIGURED = "as configured"
@@ -53,20 +54,21 @@ class _Fleets:
     gpu: Gpu
     policy: Shape
     lengths: LengthSpec
+    episodes: EpisodeSpec | None
 
     def fleet(
         self, variant: Variant, ranks: int, actors: int, *, failures: float = 0.0, times: int = 1
     ) -> PlannedFleet:
         """The fleet of a division. `failures`: per day and actor. `times`: a factor of the number
         of steps."""
-        context = self.lengths.prompt + self.lengths.median
         rates = Rates(
             lengths=self.lengths,
+            episodes=self.episodes,
             learner=learner_rates(self.gpu, self.policy, ranks),
             failures_per_day=failures,
         )
         (label,) = self.config.actor
-        its = actor_rates(self.gpu, variant.shape, variant.engine, context=context)
+        its = actor_rates(self.gpu, variant.shape, variant.engine, context=rates.context)
         steps = STEPS * times
         return planned(self.config, {label: actors}, {label: its}, rates, steps=steps)
 
@@ -97,7 +99,8 @@ def split_plan(config: RunConfig, words: Mapping[str, str]) -> int:
     )
     gpus = _whole(words["gpus"])
     variants, failures = _variants(config, words), _failures(words)
-    fleets = _Fleets(config, _gpu(words), shape_of(config, words), lengths_of(config, words))
+    lengths, episodes = lengths_of(config, words), episodes_of(config, words)
+    fleets = _Fleets(config, _gpu(words), shape_of(config, words), lengths, episodes)
     print(f"rates: {words['gpu']}, {ASSUMED}\n{HEADER}")
     try:
         tried = {v.name: _printed(fleets, v, gpus) for v in variants}
@@ -195,8 +198,9 @@ def _variants(config: RunConfig, words: Mapping[str, str]) -> list[Variant]:
         f"actor.{label}.kind=draft cannot be divided by gpus=: plan actor=bf16 with "
         "variants=draft:SHAPE.",
     )
-    policy, lengths = shape_of(config, words), lengths_of(config, words)
-    own = engine_of(actor, lengths.prompt + lengths.median)
+    policy = shape_of(config, words)
+    rates = Rates(lengths=lengths_of(config, words), episodes=episodes_of(config, words))
+    own = engine_of(actor, rates.context)
     found = [Variant(CONFIGURED, own, policy)]
     for name in filter(None, words.get("variants", "").split(",")):
         kind, _, detail = name.partition(":")

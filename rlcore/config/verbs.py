@@ -90,6 +90,11 @@ FORECAST = (
     Key("median_tokens", "median tokens of an answer; without it a quarter of the most"),
     Key("spread", "spread of the log of an answer's tokens", "text", "0.6"),
 )
+EPISODES = (
+    Key("turns", "turns of an episode; without it environment.max_turns"),
+    Key("given_tokens", "tokens that an environment gives after a turn", "text", "64"),
+    Key("call_s", "seconds of a call of an environment", "text", "0.01"),
+)
 PICTURE = Key("picture", "draw it into this SVG file", "file")
 _FORECAST_OF_DRY_RUN = tuple(
     Key(k.name, k.meaning, k.kind, k.default, k.choices, needs="dry_run") for k in FORECAST
@@ -243,6 +248,7 @@ VERBS: Mapping[str, Verb] = {
             ),
             (
                 *FORECAST,
+                *EPISODES,
                 Key("actors", "numbers of actors to compare, with commas between"),
                 Key("kinds", "of several kinds: runs, or files of doctor json=true, for their mix"),
                 Key("gpus", "find the best division of this many GPUs", "number"),

@@ -203,23 +203,39 @@ class RatedActor(FakeActor):
         """Prompts of what is begun, and prefixes that new weights made stale."""
         before = 0 if self._stale else self._held()
         self._stale = False
-        self._fill()
-        tokens = self._held() - before
+        cached = self._begin_waiting()
+        tokens = self._held() - before - cached
         if tokens:
             seconds = tokens / self.rates.prefill_tokens_per_s
             await asyncio.sleep(seconds)
             self._busy_s += seconds
             self._stepped_at = self._now()
 
-    def _fill(self) -> None:
+    def _begin_waiting(self) -> int:
+        """Begin the requests that fit; the real tokens of their contexts that need no computing."""
+        cached = 0
         while self._waiting and not self._draining and len(self._running) < self.speed.max_running:
             name = next(iter(self._waiting))
             drawing = self._running[name] = self._waiting.pop(name)
             had = len(drawing.versions)
             self._had += had
             self._began[name] = self._steps, self._decoded_s
-            end = self._steps + drawing.wanted - had
+            end = self._steps + self._until(drawing) - had
             heapq.heappush(self._ends, (end, next(self._order), drawing))
+            cached += self._cached(drawing)
+        return cached
+
+    def _until(self, drawing: SimulatedRequest) -> int:
+        """How many tokens a request that is begun has when it leaves the engine."""
+        return drawing.wanted
+
+    def _cached(self, drawing: SimulatedRequest) -> int:
+        """Real tokens of a context that the engine has computed before."""
+        return 0
+
+    def _context(self, drawing: SimulatedRequest) -> int:
+        """Real tokens of a running request's context."""
+        return self.prompt + self._sampled(drawing) * self.unit
 
     def _held(self) -> int:
         """Real tokens of the contexts of all running requests."""
@@ -229,8 +245,7 @@ class RatedActor(FakeActor):
         """Real tokens of these contexts that a decode step reads."""
         if self.rates.context_budget is None:
             return self._held()
-        sampled = map(self._sampled, self._running.values())
-        return sum(self.rates.reads(self.prompt + tokens * self.unit) for tokens in sampled)
+        return sum(self.rates.reads(self._context(d)) for d in self._running.values())
 
     def _sampled(self, drawing: SimulatedRequest) -> int:
         """Tokens of a running request."""
@@ -334,9 +349,12 @@ def uniform(run_seed: int, purpose: str, *indices: int) -> float:
     return (derive_seed(run_seed, purpose, *indices) + 0.5) / 2**63
 
 
-def answer_length(run_seed: int, request: Request, median: float, spread: float) -> float:
-    """Tokens of one answer, log-normal: depends on the request's seed alone."""
-    drawn = _NORMAL.inv_cdf(uniform(run_seed, "length", request.seed))
+def answer_length(
+    run_seed: int, request: Request, median: float, spread: float, *turn: int
+) -> float:
+    """Tokens of one answer, log-normal: depends on the request's seed alone. `turn`: the number of
+    a later turn of an episode."""
+    drawn = _NORMAL.inv_cdf(uniform(run_seed, "length", request.seed, *turn))
     return median * math.exp(spread * drawn)
 
 

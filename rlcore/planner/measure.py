@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from rlcore.errors import UserError
-from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
+from rlcore.planner.specs import ActorRates, EpisodeSpec, LearnerRates, LengthSpec, Rates
 from rlcore.rollout.step_costs import NAMES, non_negative
 
 Row = Mapping[str, float | int | None]
@@ -36,6 +36,7 @@ class MeasuredRun:
     max_tokens: int  # rollout.max_new_tokens
     synchronous: bool
     ref_pass: bool  # p_ref is a pass of its own
+    played: bool = False  # its samples are episodes of an environment
 
     @property
     def steady(self) -> Sequence[Row]:
@@ -66,15 +67,20 @@ class MeasuredRun:
         return float(self.column(name).sum() / len(self.steady))
 
     @property
-    def prompt(self) -> float:
-        """Tokens of a prompt: the learner's positions of a sequence are those of its tokens but
-        the last."""
+    def turns(self) -> float:
+        """Turns of an episode; an answer is one."""
+        return max(1.0, self.mean("reward_parts/turns")) if self.played else 1.0
+
+    @property
+    def given(self) -> float:
+        """Tokens of a sequence that were not sampled: the learner's positions of a sequence are
+        those of its tokens but the last."""
         positions, tokens = self.mean("train/sequence_positions"), self.mean("train/tokens")
         return (positions - tokens) / self.mean("train/sequences") + 1.0
 
     def learner_tokens(self) -> np.ndarray:
         """[N] of each step, prompts included."""
-        return self.column("train/tokens") + self.prompt * self.column("train/sequences")
+        return self.column("train/tokens") + self.given * self.column("train/sequences")
 
 
 def measured(runs: Sequence[MeasuredRun], *, grade_s: float | None) -> Rates:
@@ -82,8 +88,31 @@ def measured(runs: Sequence[MeasuredRun], *, grade_s: float | None) -> Rates:
     `grade_s`: seconds to grade one answer; None: the default. Raises UserError for a run with too
     few steps.
     """
-    grading = {} if grade_s is None else {"grade_s": grade_s}
-    return Rates(actor=_actor(runs), learner=_learner(runs), lengths=_lengths(runs), **grading)
+    played = {run.played for run in runs}
+    if len(played) > 1:
+        raise UserError(
+            "runs= names some with an environment and some without, whose lengths mean turns and "
+            "answers: measure them apart."
+        )
+    beside = {} if grade_s is None else {"grade_s": grade_s}
+    episodes = _episodes(runs) if played == {True} else None
+    return Rates(
+        actor=_actor(runs),
+        learner=_learner(runs),
+        lengths=_lengths(runs),
+        episodes=episodes,
+        **beside,
+    )
+
+
+def _episodes(runs: Sequence[MeasuredRun]) -> EpisodeSpec:
+    """Rows do not tell what comes first from what comes later: each turn is given equally much."""
+    return EpisodeSpec(
+        turns=fmean(run.turns for run in runs),
+        given=round(fmean(run.given / run.turns for run in runs)),
+        # of all calls so far, so that the last row knows best
+        call_s=fmean(float(run.column("environment/call_s")[-1]) for run in runs),
+    )
 
 
 def _actor(runs: Sequence[MeasuredRun]) -> ActorRates:
@@ -147,7 +176,7 @@ def _beside(run: MeasuredRun) -> float:
 def _lengths(runs: Sequence[MeasuredRun]) -> LengthSpec:
     fits = [_of_answers(r) for r in runs]
     return LengthSpec(
-        prompt=max(1, round(fmean(r.prompt for r in runs))),
+        prompt=max(1, round(fmean(r.given / r.turns for r in runs))),
         median=fmean(median for median, _ in fits),
         spread=fmean(spread for _, spread in fits),
     )
@@ -155,13 +184,14 @@ def _lengths(runs: Sequence[MeasuredRun]) -> LengthSpec:
 
 def _of_answers(run: MeasuredRun) -> tuple[float, float]:
     """(median, spread) of answers: by their mean, and by the share that was cut off, or by the
-    longest."""
+    longest. Of episodes by the longest, and by turn: all are taken to be of one length."""
     cut = run.mean("response_length/truncated_share")
     sequences = run.mean("train/sequences")
     longest = float(run.max_tokens)
-    if cut * sequences < 1.0:
+    if run.played or cut * sequences < 1.0:
         cut, longest = _SHARE / sequences, run.mean("response_length/max")
-    return log_normal(run.mean("response_length/mean"), longest, cut)
+    median, spread = log_normal(run.mean("response_length/mean"), longest, cut)
+    return median / run.turns, spread
 
 
 def log_normal(mean: float, longest: float, cut: float) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from rlcore.planner.actor import (
     of_names,
     uniform,
 )
-from rlcore.planner.specs import ActorRates, Rates
+from rlcore.planner.specs import ActorRates, EpisodeSpec, Rates
 from rlcore.seeding import derive_seed
 from rlcore.simulate.actors import SimulatedRequest, spawned
 from rlcore.simulate.clients import FakeLearner, FakeScorer
@@ -56,23 +56,44 @@ class PlannedFleet:
     buffer_bytes: int = 1 << 40
     nodes: int = 1  # with rollout actors; each has its share of them, and graders
     run_seed: int = 0
+    max_turns: int = 1  # of an episode
+    max_len: int = 1 << 30  # real tokens of an episode, prompts and answers included
+    places: int = 1 << 30  # episodes that one actor plays at once
 
     @property
     def unit(self) -> int:
         """Real tokens for which one simulated token stands."""
         return max(1, -(-self.max_tokens // LONGEST))
 
-    def real_tokens(self, request: Request) -> int:
-        """Tokens of a request's answer, at least 1 and at most `max_tokens`."""
+    def real_tokens(self, request: Request, *turn: int) -> int:
+        """Tokens of a request's answer, or of a later turn, at least 1 and at most `max_tokens`."""
         lengths = self.rates.lengths
-        drawn = answer_length(self.run_seed, request, lengths.median, lengths.spread)
+        drawn = answer_length(self.run_seed, request, lengths.median, lengths.spread, *turn)
         return min(self.max_tokens, max(1, round(drawn)))
 
     def simulated_tokens(self, request: Request) -> int:
-        """Length of a request's answer in simulated tokens, rounded up or down at random so that
-        the mean is kept."""
-        whole, rest = divmod(self.real_tokens(request), self.unit)
-        more = uniform(self.run_seed, "rounding", request.seed) < rest / self.unit
+        """Length of a request's answer, or all turns, in simulated tokens."""
+        return self.turn_ends(request)[-1]
+
+    def turn_ends(self, request: Request) -> list[int]:
+        """Simulated tokens of a request at the end of each of its turns; an answer is one turn."""
+        ends = [self._turn(request)]
+        episodes = self.rates.episodes
+        if episodes is None:
+            return ends
+        # up or down at random, so that the mean is kept
+        turns = int(episodes.turns + uniform(self.run_seed, "turns", request.seed))
+        for turn in range(1, min(turns, self.max_turns)):
+            context = self.rates.lengths.prompt + ends[-1] * self.unit + turn * episodes.given
+            if context >= self.max_len:
+                break
+            ends.append(ends[-1] + self._turn(request, turn))
+        return ends
+
+    def _turn(self, request: Request, *turn: int) -> int:
+        """Simulated tokens of a turn, rounded up or down at random so that the mean is kept."""
+        whole, rest = divmod(self.real_tokens(request, *turn), self.unit)
+        more = uniform(self.run_seed, "rounding", request.seed, *turn) < rest / self.unit
         return max(1, whole + int(more))
 
     def scenario(self) -> Scenario:
@@ -118,7 +139,7 @@ class RatedLearner(FakeLearner):
     def _tokens(self, answers: Sequence[Runs]) -> float:
         """Real tokens, prompts included."""
         sampled = sum(tokens for runs in answers for _, tokens in runs)
-        return len(answers) * self.fleet.rates.lengths.prompt + sampled * self.fleet.unit
+        return len(answers) * self.fleet.rates.given + sampled * self.fleet.unit
 
     async def train_step(self, step: int) -> dict[str, float]:
         answers: list[Runs] = self._phase.pop(step)
@@ -152,7 +173,9 @@ class PlannedActor(RatedActor):
             super()._finish(drawing)
             return
         runs = self._stopped(drawing)
-        draw_id = self._left(drawing)
+        self._hand_over(drawing, runs, self._left(drawing))
+
+    def _hand_over(self, drawing: SimulatedRequest, runs: Runs, draw_id: str) -> None:
         self._scorer.finished(  # type: ignore[attr-defined]
             self.answers.put(drawing.request, runs, self.name, draw_id, self.shard)
         )
@@ -167,6 +190,99 @@ class PlannedActor(RatedActor):
 
     def _decoding_s(self) -> dict[str, float]:
         return {}  # no request is ever late in a forecast
+
+
+class PlayingActor(PlannedActor):
+    """Plays episodes. Between two turns a request is with its environment, and the engine keeps its
+    context until new weights come. Every open episode has one of the actor's places."""
+
+    fleet: PlannedFleet
+    episodes: EpisodeSpec
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        self._queued: dict[str, SimulatedRequest] = {}  # without a place
+        self._playing: dict[str, SimulatedRequest] = {}  # with their environments
+        self._computed: dict[str, tuple[int, int]] = {}  # contexts: (version, real tokens)
+        self._given = 0  # real tokens that environments have given to what runs
+        super().__init__(*args, **arguments)
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [*super().unfinished, *self._playing, *self._queued]
+
+    def _take_in(self, drawing: SimulatedRequest) -> None:
+        self._queued[drawing.name] = drawing
+        self._take_places()
+
+    def _take_places(self) -> None:
+        taken = len(self._waiting) + len(self._running) + len(self._playing)
+        for name in list(self._queued)[: max(0, self.fleet.places - taken)]:
+            self._call_environment(self._queued.pop(name), 1, self._sample)
+
+    def _call_environment(
+        self, drawing: SimulatedRequest, calls: int, then: Callable[[SimulatedRequest], None]
+    ) -> None:
+        """`then`, after so many calls, takes the episode on, unless it was dropped meanwhile."""
+
+        def answered() -> None:
+            if not self.dead and self._playing.get(drawing.name) is drawing:
+                del self._playing[drawing.name]
+                then(drawing)
+
+        self._playing[drawing.name] = drawing
+        self._loop().call_later(calls * self.episodes.call_s, answered)
+
+    def _sample(self, drawing: SimulatedRequest) -> None:
+        self._waiting[drawing.name] = drawing
+        self._work.set()
+
+    def _until(self, drawing: SimulatedRequest) -> int:
+        had = len(drawing.versions)
+        return next(end for end in self.fleet.turn_ends(drawing.request) if end > had)
+
+    def _cached(self, drawing: SimulatedRequest) -> int:
+        self._given += self._given_to(drawing)
+        version, tokens = self._computed.pop(drawing.name, (self.version, 0))
+        return tokens if version == self.version else 0
+
+    def _given_to(self, drawing: SimulatedRequest) -> int:
+        """Real tokens that its environment gave it before the turn that it samples."""
+        before = sum(end <= len(drawing.versions) for end in self.fleet.turn_ends(drawing.request))
+        return before * self.episodes.given
+
+    def _held(self) -> int:
+        return super()._held() + self._given
+
+    def _context(self, drawing: SimulatedRequest) -> int:
+        return super()._context(drawing) + self._given_to(drawing)
+
+    def _stopped(self, drawing: SimulatedRequest) -> Runs:
+        self._given -= self._given_to(drawing)
+        self._computed[drawing.name] = self.version, self._context(drawing)
+        return super()._stopped(drawing)
+
+    def _drop(self, name: str) -> SimulatedRequest | None:
+        dropped = super()._drop(name) or self._queued.pop(name, None)
+        dropped = dropped or self._playing.pop(name, None)
+        self._computed.pop(name, None)
+        self._take_places()
+        return dropped
+
+    def _finish(self, drawing: SimulatedRequest) -> None:
+        super()._finish(drawing)
+        self._take_places()
+
+    def _hand_over(self, drawing: SimulatedRequest, runs: Runs, draw_id: str) -> None:
+        if len(drawing.versions) < drawing.wanted:
+            self._call_environment(drawing, 1, self._sample)
+            return
+
+        def over(_: SimulatedRequest) -> None:
+            super(PlayingActor, self)._hand_over(drawing, runs, draw_id)
+            self._take_places()
+
+        self._computed.pop(drawing.name, None)
+        self._call_environment(drawing, 2, over)
 
 
 class PlannedReporter(FakeReporter):
@@ -219,7 +335,11 @@ class PlannedRun(Simulation):
 
     def make_actor(self, name: str, **arguments: Any) -> RatedActor:
         """The process of an actor. `arguments`: further arguments of `RatedActor`."""
-        actor = PlannedActor(name, self.buffer, self.scorer, **arguments)
+        episodes = self.planned.rates.episodes
+        kind = PlannedActor if episodes is None else PlayingActor
+        actor = kind(name, self.buffer, self.scorer, **arguments)
+        if isinstance(actor, PlayingActor) and episodes is not None:
+            actor.fleet, actor.episodes = self.planned, episodes
         actor.answers = self.answers
         actor.shard = f"simulated-{self.buffer.nodes.of(name)}"
         return actor

@@ -53,6 +53,15 @@ class LengthSpec(Spec):
     spread: float = setting(0.6, "standard deviation of the logarithm of answers' lengths", ge=0)
 
 
+class EpisodeSpec(Spec):
+    """Episodes of an environment. An episode takes one call before its first turn, one between two
+    turns and two after the last; its engine decodes others meanwhile."""
+
+    turns: float = setting(1.0, "of an episode, in the mean", ge=1)
+    given: int = setting(64, "given after each turn but the last", unit="tokens", ge=0)
+    call_s: float = setting(0.01, "of an environment: reset, step or grade", unit="s", ge=0)
+
+
 class Rates(Spec):
     """Everything that a forecast needs besides a run's configuration.
 
@@ -61,8 +70,23 @@ class Rates(Spec):
 
     actor: ActorRates = setting(default_factory=ActorRates, meaning="a rollout actor")
     learner: LearnerRates = setting(default_factory=LearnerRates, meaning="the learner")
-    lengths: LengthSpec = setting(default_factory=LengthSpec, meaning="of prompts and answers")
+    lengths: LengthSpec = setting(
+        default_factory=LengthSpec, meaning="of prompts and answers; with episodes, of turns"
+    )
+    episodes: EpisodeSpec | None = setting(None, "of an environment; null: answers of one turn")
     grade_s: float = setting(
         1e-3, "time between two answers of all graders of a node", unit="s", gt=0
     )
     failures_per_day: float = setting(0.0, "processes of one actor that die, a day", ge=0)
+
+    @property
+    def given(self) -> float:
+        """Tokens of a mean sequence that nobody samples."""
+        after = self.episodes.given * (self.episodes.turns - 1) if self.episodes else 0.0
+        return self.lengths.prompt + after
+
+    @property
+    def context(self) -> float:
+        """Tokens of a sequence whose turns have median length."""
+        turns = self.episodes.turns if self.episodes else 1.0
+        return self.given + turns * self.lengths.median

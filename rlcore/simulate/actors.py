@@ -150,7 +150,7 @@ class FakeActor(ActorClient):
 
     @property
     def unfinished(self) -> list[str]:
-        """Ids of the requests that its engine holds."""
+        """Ids of the requests that it holds, unfinished."""
         return [*self._waiting, *self._running]
 
     # ---- the engine ------------------------------------------------------------------------------
@@ -187,6 +187,10 @@ class FakeActor(ActorClient):
             name = next(iter(self._waiting))
             self._running[name] = self._waiting.pop(name)
 
+    def _take_in(self, drawing: SimulatedRequest) -> None:
+        """Queue a request that was submitted."""
+        self._waiting[drawing.name] = drawing
+
     def _left(self, drawing: SimulatedRequest) -> str:
         """Remove a request that the engine has finished; returns the name of its drawing."""
         del self._running[drawing.name]
@@ -215,13 +219,14 @@ class FakeActor(ActorClient):
         async def work() -> None:
             await asyncio.sleep(self.speed.answer_s)
             asked = [SimulatedRequest(request, self._tokens(request)) for request in requests]
+            held = set(self.unfinished)
             for drawing in asked:
-                if drawing.name in self._waiting or drawing.name in self._running:
+                if drawing.name in held:
                     raise UserError(f"a rollout actor refused a request: {drawing.name} twice")
             for drawing in asked:
                 drawing.versions += (begun or {}).get(drawing.name, [])
                 if drawing.wanted:
-                    self._waiting[drawing.name] = drawing
+                    self._take_in(drawing)
             self._work.set()
 
         await self._call(work, f"taking {len(requests)} requests")
@@ -246,7 +251,7 @@ class FakeActor(ActorClient):
     async def open_requests(self) -> list[str]:
         async def work() -> list[str]:
             await asyncio.sleep(self.speed.answer_s)
-            return [*self._waiting, *self._running, *self._undelivered]
+            return [*self.unfinished, *self._undelivered]
 
         return await self._call(work, "its open requests")
 

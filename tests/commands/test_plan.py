@@ -54,6 +54,52 @@ def test_a_slow_grader_is_that_of_a_node(tmp_path):
     assert two["step_s"] == pytest.approx(one["step_s"] / 2, rel=0.1)
 
 
+TOOLS = ["plan", "experiment=tools_quickstart", "run_dir=unused", "schedule.steps=8"]
+
+
+def test_an_environment_is_planned_by_rates_of_its_turns(tmp_path, capsys):
+    rates, out = tmp_path / "rates.json", tmp_path / "plan.json"
+    given = {
+        "actor": {"decode_s": 1e-4, "load_s": 0.01},
+        "learner": {"step_s": 0.05, "token_s": 0.0, "publish_s": 0.01},
+        "lengths": {"prompt": 8, "median": 6, "spread": 0.0},
+    }
+    rates.write_text(json.dumps(given))
+    words = [*TOOLS, f"rates={rates}", f"out={out}", "environment.concurrency=16"]
+    assert main(words) == 2
+    assert "has no episodes, whose turns environment= needs" in capsys.readouterr().err
+    rates.write_text(json.dumps({**given, "episodes": {"turns": 2, "given": 4, "call_s": 0.1}}))
+    assert main(words) == 0
+    [found] = json.loads(out.read_text())
+    # 128 episodes of 16 groups, 16 at once, four calls each
+    assert found["step_s"] == pytest.approx(8 * 4 * 0.1, rel=0.1) and found["graders_idle"] > 0.99
+    assert main([*words, "turns=2"]) == 2
+    assert "turns= is for gpu=NAME" in capsys.readouterr().err
+    assert main([*QUICK, f"rates={rates}"]) == 2
+    assert "has episodes, and the run has no environment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ([*QUICK, "turns=2"], "turns= is of an environment's episodes, and the run has none"),
+    ([*TOOLS, "turns=9"], "turns=9 is not accepted: episodes have 1 to environment.max_turns=3"),
+    ([*TOOLS, "call_s=-1"], "call_s=-1 is no positive number"),
+])  # fmt: skip
+def test_words_of_episodes_are_checked(words, sentence, capsys):
+    assert main([*words, "gpu=h100", "shape=qwen3-1.7b"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_gpu_s_forecast_of_an_environment_takes_its_turns_from_the_words(tmp_path):
+    found = []
+    for turns in (1, 3):
+        out = tmp_path / f"{turns}.json"
+        words = [f"turns={turns}", "prompt_tokens=8", "given_tokens=4", "call_s=0.5", f"out={out}"]
+        assert main([*TOOLS, "schedule=on_policy", "gpu=h100", "shape=qwen3-1.7b", *words]) == 0
+        found += json.loads(out.read_text())
+    one, three = (f["step_s"] for f in found)
+    assert three - one > 2 * 0.5  # two more calls, and two more turns
+
+
 @pytest.mark.parametrize("words, sentence", [
     ([], "either rates=FILE or gpu=NAME"),
     (["gpu=h900"], "gpu=h900 is not accepted"),
@@ -65,7 +111,6 @@ def test_a_slow_grader_is_that_of_a_node(tmp_path):
     (["gpu=h100", "shape=qwen3-8b", "median_tokens=-1"], "median_tokens=-1 is no positive"),
     (["rates=/nowhere"], "rates=/nowhere cannot be read"),
     (["gpu=h100", "task=[digits,arithmetic]"], "task=[digits,arithmetic] cannot be planned"),
-    (["gpu=h100", "task=higher_lower", "environment=higher_lower"], "environment= cannot be"),
     (["gpu=h100", "actor.bf16.rounding=int3", "learner.round_as=bf16"], "round_as=bf16 cannot be"),
     (["gpu=h100", "bitwise=true", "schedule=on_policy"], "bitwise=true cannot be planned"),
     (["gpu=h100", "teacher=policy"], "teacher=policy cannot be planned"),
@@ -85,8 +130,10 @@ def test_wrong_rates_name_file_and_key(tmp_path, capsys):
 
 def test_the_rates_of_the_page_on_planning_are_a_whole_file():
     text = (ROOT / "docs" / "planning.md").read_text()
-    [block] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    block, episodes = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     rates = Rates.model_validate_json(block)
+    read = Rates.model_validate_json(episodes).episodes
+    assert read is not None and read.model_dump() == json.loads(episodes)["episodes"]
     assert set(json.loads(block)["actor"]) == set(type(rates.actor).model_fields)
     assert set(json.loads(block)["learner"]) == set(type(rates.learner).model_fields)
     assert set(json.loads(block)) == set(Rates.model_fields)

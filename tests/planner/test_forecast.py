@@ -10,7 +10,7 @@ import pytest
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.planner.forecast import forecast
 from rlcore.planner.run import PlannedFleet
-from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
+from rlcore.planner.specs import ActorRates, EpisodeSpec, LearnerRates, LengthSpec, Rates
 
 LENGTH, PROMPT, GROUPS, SAMPLES = 64, 16, 4, 2
 SEQUENCES = GROUPS * SAMPLES
@@ -133,6 +133,60 @@ def test_tokens_are_counted_in_real_ones_whatever_a_simulated_one_stands_for():
     found = forecast(long)
     assert found.step_s == pytest.approx(640 * DECODE_S + 1.0, rel=0.05)
     assert found.train_tokens_per_s == pytest.approx(SEQUENCES * 640 / found.step_s, rel=0.05)
+
+
+TURNS, GIVEN, CALL_S = 3, 10, 2.0
+CALLS_S = (1 + (TURNS - 1) + 2) * CALL_S  # reset, between turns, the last step and grade
+
+
+def playing(*, places=64, prefill=1e9, turns=TURNS, max_turns=8, **given):
+    """The fleet with an environment: every turn has LENGTH tokens."""
+    one = fleet(learn_s=3.0, **given)
+    rates = one.rates.model_copy(
+        update={"episodes": EpisodeSpec(turns=turns, given=GIVEN, call_s=CALL_S)}
+    )
+    actor = one.actor_rates["bf16"].model_copy(update={"prefill_tokens_per_s": prefill})
+    return replace(
+        one, rates=rates, actor_rates={"bf16": actor}, places=places, max_turns=max_turns
+    )
+
+
+def test_an_episode_is_its_turns_and_the_calls_of_its_environment():
+    found = forecast(playing())
+    assert found.step_s == pytest.approx(TURNS * ROLLOUT_S + CALLS_S + 3.0, rel=0.02)
+    assert found.train_tokens_per_s == pytest.approx(
+        SEQUENCES * TURNS * LENGTH / found.step_s, rel=0.01
+    )
+    # the engine has nothing to do while environments are called
+    assert found.actors_idle == pytest.approx(1 - TURNS * ROLLOUT_S / found.step_s, abs=0.02)
+    assert forecast(playing(max_turns=1)).step_s == pytest.approx(
+        ROLLOUT_S + 3 * CALL_S + 3.0, rel=0.02
+    )
+
+
+def test_episodes_without_a_place_wait_for_one():
+    found = forecast(playing(places=SEQUENCES // 2))
+    assert found.step_s == pytest.approx(2 * (TURNS * ROLLOUT_S + CALLS_S) + 3.0, rel=0.02)
+
+
+def test_a_turn_computes_what_it_was_given_and_the_rest_again_after_new_weights():
+    slow = 20.0  # prompt tokens a second
+    once = SEQUENCES * (PROMPT + (TURNS - 1) * GIVEN) / slow
+    found = forecast(playing(prefill=slow))
+    assert found.step_s == pytest.approx(TURNS * ROLLOUT_S + CALLS_S + 3.0 + once, rel=0.03)
+    ahead = {"max_staleness": 1, "on_publish": "in_flight", "steps": 24}
+    slowed, quick = (forecast(playing(prefill=p, **ahead)) for p in (slow, 1e9))
+    assert slowed.step_s > quick.step_s + 1.1 * once  # contexts of old weights are computed again
+    assert 0 < quick.staleness_mean <= quick.staleness_max <= 1
+
+
+def test_turns_keep_their_mean_and_actors_that_die_cost_episodes_time():
+    plain, dying = (
+        forecast(playing(turns=2.5, steps=48, failures=f, actors=2)) for f in (0.0, 300.0)
+    )
+    a_step = plain.train_tokens_per_s * plain.step_s
+    assert a_step == pytest.approx(SEQUENCES * 2.5 * LENGTH, rel=0.1)
+    assert dying.replacements > 2 and dying.step_s > 1.01 * plain.step_s
 
 
 def test_more_publish_steps_wait_less_for_the_longest_answers():

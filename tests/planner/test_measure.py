@@ -84,6 +84,21 @@ def test_a_pass_for_p_ref_is_told_apart():
     assert learner.ref_token_s == pytest.approx(0.02 / (64 * (31 + PROMPT)), rel=0.02)
 
 
+def test_a_run_of_an_environment_gives_lengths_of_turns_and_the_time_of_calls():
+    plain, one = run(), run(played=True)
+    for row in one.rows:
+        row |= {"reward_parts/turns": 4.0, "environment/call_s": 0.5 / row["step"] + 0.25}
+    rates, answers = (measured([r], grade_s=None) for r in (one, plain))
+    assert rates.episodes is not None and answers.episodes is None
+    assert rates.episodes.turns == 4.0 and rates.episodes.given == PROMPT / 4
+    assert rates.episodes.call_s == pytest.approx(0.25, abs=0.06)
+    assert rates.lengths.prompt == PROMPT / 4 and rates.given == PROMPT
+    assert rates.lengths.median == pytest.approx(answers.lengths.median / 4, rel=0.01)
+    assert rates.learner == answers.learner
+    with pytest.raises(UserError, match="measure them apart"):
+        measured([one, plain], grade_s=None)
+
+
 def test_runs_that_are_too_short_or_too_old_are_refused():
     with pytest.raises(UserError, match="has 7 steps, and rates need 8"):
         measured([run(steps=7)], grade_s=None)
