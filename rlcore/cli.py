@@ -123,9 +123,11 @@ def _sweep(given: Given) -> int:
 
 def _try(given: Given) -> int:
     config = config_of(given)
+    from rlcore.commands.try_environment import TriedModel
     from rlcore.commands.try_task import prompts_asked, try_task
 
-    return try_task(config, prompts_asked(given.text("n")), given.text("say"))
+    said = TriedModel(given.text("say"), given.text("url"), given.text("served"))
+    return try_task(config, prompts_asked(given.text("n")), said)
 
 
 def _sft(given: Given) -> int:

@@ -195,6 +195,20 @@ def _remarks(
         yield from (f"{label}: {line}" for line in source.remarks())
     for label in config.played:
         yield from (f"{label}: {line}" for line in lost_roles(tokenizer, config.model))
+        yield from (f"{label}: {line}" for line in _room(config, label))
+
+
+def _room(config: RunConfig, label: str) -> list[str]:
+    """A line where a conversation does not hold all turns of an episode."""
+    environment, rollout = config.environment_of(label), config.rollout_of(label)
+    if environment.max_turns * rollout.max_new_tokens < config.model.max_len:
+        return []
+    return [
+        f"model.max_len={config.model.max_len} does not hold environment.max_turns="
+        f"{environment.max_turns} turns of rollout.max_new_tokens={rollout.max_new_tokens}, with "
+        "what they are given: a long episode ends there. A first message that lists tools often "
+        "takes some hundred tokens; rlcore try shows how many"
+    ]
 
 
 def _build_own(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from rlcore.commands.preflight import (
     training_sources,
 )
 from rlcore.commands.processes import environment_jobs
-from rlcore.commands.try_environment import try_episodes
+from rlcore.commands.try_environment import TriedModel, try_episodes
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.environments.renderers import check_template
@@ -48,6 +48,7 @@ SHOWN_IDS = 16
 SHOWN_HEAD, SHOWN_TAIL = 200, 80  # characters of a response: answers are at the end
 WAKE_S = 0.2  # between two looks at graders that may have failed
 WORKED, REFERENCE = "worked answer", "reference answer"
+SCRIPTED = TriedModel()  # by worked turns and known answers
 ANOTHER, EMPTY = "another problem's answer", "empty response"
 
 
@@ -79,18 +80,14 @@ def prompts_asked(word: str | None) -> int:
     return int(word)
 
 
-def try_task(config: RunConfig, n: int, say: str | None = None) -> int:
+def try_task(config: RunConfig, n: int, said: TriedModel = SCRIPTED) -> int:
     """Print the first n prompts of every training task and the verdicts on known answers; of a task
-    with an environment, n episodes with a scripted model, which says `say`.
+    with an environment, n episodes with a scripted or served model.
 
     Starts graders and environments as a run does, and no engine or learner. Returns 1 if a run
     would refuse one of the prompts or a score failed, else 0. Raises UserError.
     """
-    refuse(
-        say is not None and not config.played,
-        f"say={say} is what a model says in an environment, and there is none: add "
-        "environment=NAME.",
-    )
+    _check_said(config, said)
     load_own(config)
     check_rewards(config)
     ask_lean_servers(config)
@@ -102,10 +99,29 @@ def try_task(config: RunConfig, n: int, say: str | None = None) -> int:
     faults = 0
     for label, job in environment_jobs(config).items():
         check_template(job.environment, tokenizer, job.template)
-        asked = config.rollout_of(label).sampling(), say
+        asked = config.rollout_of(label).sampling(), said
         items = _items(sources.pop(label), n)
         faults += try_episodes(job, tokenizer, tasks[label], items, asked)
     return 1 if faults + _try_prompts(config, tasks, sources, tokenizer, n) else 0
+
+
+def _check_said(config: RunConfig, said: TriedModel) -> None:
+    """Raise UserError for words that would change nothing."""
+    given = {"say": said.text, "url": said.url, "served": said.served}
+    word = next((f"{name}={value}" for name, value in given.items() if value is not None), None)
+    refuse(
+        word is not None and not config.played,
+        f"{word} is of a model in an environment, and there is none: add environment=NAME.",
+    )
+    refuse(
+        said.text is not None and said.url is not None,
+        f"say={said.text} is what a scripted model says, and url={said.url} names a served one: "
+        "give one of them.",
+    )
+    refuse(
+        said.served is not None and said.url is None,
+        f"served={said.served} names the model of a server, and none is given: add url=URL.",
+    )
 
 
 def _try_prompts(

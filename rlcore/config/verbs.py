@@ -120,11 +120,13 @@ VERBS: Mapping[str, Verb] = {
             "show prompts as the model will see them, and the grader's verdicts on known answers",
             (
                 "rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]",
-                "rlcore try task=NAME environment=NAME [say=TEXT] [n=5] [key=value ...]",
+                "rlcore try task=NAME environment=NAME [say=TEXT|url=URL] [n=5] [key=value ...]",
             ),
             (
                 Key("n", "prompts of each task", "number", "3"),
                 Key("say", "what a scripted model says at every turn of an environment", "text"),
+                Key("url", "or the base URL of a server whose model plays, as of vllm serve"),
+                Key("served", "the name of that server's model; without it the only one"),
                 CONFIG_DIR,
             ),
             run_dir="here",

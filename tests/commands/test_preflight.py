@@ -38,6 +38,23 @@ def prepared(model, *words, **how):
     return prepare(load([*base, *words]), **how)
 
 
+NOTHING = """
+class Nothing:
+    def reset(self, item, seed): ...
+    def step(self, action): ...
+    def grade(self): ...
+"""
+
+
+@pytest.mark.parametrize("turns, said", [(1, False), (2, True)])
+def test_a_length_that_does_not_hold_all_turns_is_said_before_a_run(model, tmp_path, turns, said):
+    (tmp_path / "mine.py").write_text(NOTHING)
+    words = [f"environment={tmp_path}/mine.py:Nothing", f"environment.max_turns={turns}"]
+    sentence = "model.max_len=64 does not hold environment.max_turns=2 turns of rollout.max_new"
+    remarks = prepared(model, "task=digits", *words).remarks
+    assert any(sentence in line for line in remarks) == said, remarks
+
+
 def test_a_model_whose_tokenizer_has_no_pad_token_has_a_padding(tmp_path):
     folder = _made(tmp_path / "unpadded")
     tokenizer = build_char_tokenizer(ALPHABET)

@@ -89,4 +89,8 @@ def test_requests_of_a_program_outside_train_the_model(command, model, tmp_path)
         assert row["reward_parts/refused_calls"] == 0 and row["ledger/score_errors"] == 0
         assert row["mismatch/abs_dlogp_mean"] < 1e-4
         assert row["grad_norm"] > 0 and row["reward/mean"] > 0
+        assert 0 < row["environment/call_s"] < 60 and row["environment/open"] <= 4
+        faults = ("errors", "timeouts", "unreadable_turns")
+        assert {row[f"environment/{name}"] for name in faults} == {0.0}
+        assert row["environment/waiting"] <= 16
     assert found[-1]["ledger/consumed"] == 2 * 4 and found[-1]["policy_version"] == 2
