@@ -394,6 +394,27 @@ def _of_vllm(name: str, tokenizer: Any, *, chosen_by_user: bool) -> ToolFamily:
     return ToolFamily(name, "the form that the first message shows", read, None, None)
 
 
+# gpt-oss writes thoughts, answers and calls into channels of one turn, and ends turns in its own
+# ways; the names of channels would be read as text of the answer.
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
+OF_HARMONY = "openai"  # vLLM's parser of it, which reads tokens and no text
+
+
+def refuse_harmony(template: str, parser: str) -> None:
+    """Raise UserError for gpt-oss's form, by a chat template's text or the named parser."""
+    if parser == OF_HARMONY:
+        raise UserError(
+            f"{KEY}={parser} is not accepted: it reads gpt-oss's harmony, whose channels rlcore "
+            "does not keep apart. Choose a model of another family, and tool_parser=auto."
+        )
+    if all(mark in template for mark in HARMONY):
+        raise UserError(
+            "model.path's chat template writes gpt-oss's harmony, whose channels rlcore does not "
+            "keep apart: thoughts would be taken for the answer, and calls for text. Choose a "
+            "model of another family, or environment=none."
+        )
+
+
 # -- thoughts --------------------------------------------------------------------------------------
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, each a separate server, reached over loopback.
+"""Environments of OpenEnv, each a separate server, on this machine or elsewhere.
 
 The protocol is that of openenv-core 0.3 (openenv/core/env_server/http_server.py): a WebSocket at
 /ws is a session with an instance of its own, and every message is answered by an observation or an
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from rlcore.errors import UserError
 from rlcore.types import Grade, Item
 
 KEY = "environment.args"
+TOKEN = "OPENENV_TOKEN"  # variable with the key of a server that asks for one
 MAX_SEED = 1 << 31
 MAX_MESSAGE = 16 << 20  # bytes
 CONNECT_S = 10.0  # what follows is under the environment's own deadlines
@@ -30,16 +32,23 @@ class OpenEnv(Environment):
     `action`: the field of the server's action that holds what the model says. `shown`: the field of
     its observation that the model reads; None: the whole observation as JSON. `prompt` comes before
     the first observation, and `{question}` in it is the task's problem. The reward is the sum of
-    what the server gives; none at all is a failed score.
+    what the server gives; none at all is a failed score. `remote`: the server may be on another
+    machine, which is sent what the model says, and the key of the variable OPENENV_TOKEN.
     """
 
     def __init__(
-        self, *, url: str, action: str = "message", shown: str | None = None, prompt: str = ""
+        self,
+        *,
+        url: str,
+        action: str = "message",
+        shown: str | None = None,
+        prompt: str = "",
+        remote: bool = False,
     ) -> None:
-        """Raises UserError for an address that is not this machine's own."""
+        """Raises UserError for an address that is not this machine's own, unless `remote`."""
         if not isinstance(url, str):
             raise ValueError(f"url must be a text such as http://127.0.0.1:8000, not {url!r}")
-        self._url = _address(url)
+        self._url = _address(url, remote=remote is True)
         self._action = action
         self._shown = shown
         self._prompt = prompt
@@ -82,7 +91,9 @@ class OpenEnv(Environment):
     async def _connect(self) -> None:
         import aiohttp
 
-        self._client = aiohttp.ClientSession()
+        token = os.environ.get(TOKEN)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = aiohttp.ClientSession(headers=headers)
         try:
             async with asyncio.timeout(CONNECT_S):
                 self._socket = await self._client.ws_connect(self._url, max_msg_size=MAX_MESSAGE)
@@ -124,16 +135,22 @@ class OpenEnv(Environment):
         return str(observation[self._shown])
 
 
-def _address(url: str) -> str:
+def _address(url: str, *, remote: bool) -> str:
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
         own = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         own = False
-    if parts.scheme not in ("http", "ws") or not own:
+    if parts.scheme not in ("http", "ws", "https", "wss") or not host:
         raise UserError(
-            f"{KEY}.url={url} is not accepted: give the address of a server on this machine, "
+            f"{KEY}.url={url} is not accepted: give the address of a server, such as "
             "http://127.0.0.1:8000."
         )
-    return f"ws://{parts.netloc}{parts.path.rstrip('/')}/ws"
+    if not own and not remote:
+        raise UserError(
+            f"{KEY}.url={url} is not accepted: it is not on this machine. {KEY}.remote=true has "
+            "it play, and sends it what the model says."
+        )
+    scheme = "wss" if parts.scheme in ("https", "wss") else "ws"
+    return f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws"

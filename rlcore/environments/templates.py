@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rlcore.environments.families import ToolFamily, family_of, thoughts_of
+from rlcore.environments.families import ToolFamily, family_of, refuse_harmony, thoughts_of
 from rlcore.environments.protocol import Message
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec
@@ -91,10 +91,11 @@ def _joins(last: Message, message: Message) -> bool:
 def probed(tokenizer: Any, settings: TemplateSpec) -> Template:
     """The template of a tokenizer, or of `model.chat_template`.
 
-    Raises UserError for one that does not carry a conversation of user and assistant, or for an
-    unknown `model.tool_parser`.
+    Raises UserError for one that does not carry a conversation of user and assistant, for an
+    unknown `model.tool_parser`, and for gpt-oss's form.
     """
     text, shown = template_text(tokenizer, settings), template_text(tokenizer, settings, tools=True)
+    refuse_harmony(text, settings.tool_parser)
     arguments = json.dumps(settings.chat_template_args, sort_keys=True)
     return _probed(
         tokenizer, (text, shown), settings.chat_template, arguments, settings.tool_parser

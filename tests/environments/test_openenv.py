@@ -108,7 +108,35 @@ def test_no_server_and_no_reward_are_failed_scores():
         nobody.grade()
 
 
-@pytest.mark.parametrize("url", ["http://example.com:8000", "https://127.0.0.1:1", "8000"])
+@pytest.mark.parametrize("url", ["http://example.com:8000", "https://example.com", "8000", "ws://"])
 def test_an_address_elsewhere_is_refused_in_a_sentence(url):
     with pytest.raises(UserError, match=re.escape(f"environment.args.url={url} is not accepted")):
         game(url)
+
+
+@pytest.mark.processes
+def test_a_server_elsewhere_plays_where_it_is_asked_for(url, monkeypatch):
+    """A name that is not this machine's, though the server is on it."""
+    resolved, found = socket.getaddrinfo, []
+
+    def resolve(host, *args, **options):
+        found.append(host)
+        return resolved("127.0.0.1" if host == "games.example" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setenv("OPENENV_TOKEN", "mine")
+    elsewhere = url.replace("127.0.0.1", "games.example")
+    with pytest.raises(UserError, match=r"environment\.args\.remote=true has it play"):
+        game(elsewhere)
+    played = game(elsewhere, remote=True)
+    played.reset(item(), 7)
+    assert played.step(Action("2")).reward == 1.0 and "games.example" in found
+    played.close()
+
+
+def test_a_secure_address_is_a_secure_socket():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = game(f"https://127.0.0.1:{probe.getsockname()[1]}")
+        with pytest.raises(ConnectionError, match=r"args\.url=wss://.* does not answer"):
+            nobody.reset(item(), 7)

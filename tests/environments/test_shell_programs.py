@@ -22,6 +22,7 @@ from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.tasks import make_task
 from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.testing.reward_server import HttpReply, RewardServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 AGENT = """
@@ -163,18 +164,81 @@ sys.exit(subprocess.run(program, env=names, cwd=given.w).returncode)
 """
 
 
-@pytest.mark.processes
-def test_the_documented_container_plays_with_a_stand_in_for_docker(play, tmp_path, monkeypatch):
+@pytest.fixture
+def container(tmp_path, monkeypatch):
+    """The documented command, whose image is the folder of the test."""
     docker = tmp_path / "bin" / "docker"
     docker.parent.mkdir()
     docker.write_text(f"#!{sys.executable} -S\n{DOCKER}")
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", f"{docker.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SECRET", "of the host")
-    ends = "result({'reward': len(said), 'parts': {'names': len(os.environ)}})"
     command = re.search(r"^docker run .*$", PAGE.read_text(), re.M)[0]
-    command = command.replace("my-agent", str(tmp_path))
+    return command.replace("my-agent", str(tmp_path))
+
+
+@pytest.mark.processes
+def test_the_documented_container_plays_with_a_stand_in_for_docker(play, container):
+    ends = "result({'reward': len(said), 'parts': {'names': len(os.environ)}})"
+    command = container
     where = {"bind": "0.0.0.0", "advertise": "localhost"}
     (played,) = play(ends, command=command, args=where)
     assert played.score.status == "ok", played.score.error
     assert played.score.reward == 2.0 and played.score.parts["names"] <= 5
+
+
+REPAIRED = "def double(x):\n    return 2 * x\n"
+WRONG = ["no file at all", "while True:\n    break\n", "def double(x):\n    return 9\n"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("answers, reward, calls", [
+    ([f"Here:\n```python\n{REPAIRED}```"], 1.0, 1),
+    (["def double(x): return x", REPAIRED], 1.0, 2),
+    (WRONG, 0.0, 3),
+])  # fmt: skip
+def test_the_documented_repository_is_repaired_in_a_container(
+    container, tmp_path, answers, reward, calls
+):
+    section = PAGE.read_text().partition("### A repository to repair")[2].partition("\n## ")[0]
+    agent, grader = re.findall(r"```python\n(import.*?|def grade.*?)\n```\n", section, re.S)
+    (tmp_path / "agent.py").write_text(agent)
+    (tmp_path / "grade.py").write_text(grader)
+    rows = tmp_path / "repositories.jsonl"
+    rows.write_text(re.search(r"```json\n(.*?)```", section, re.S)[1])
+    words = re.search(r"```text\n(.*?)```", section, re.S)[1].split()
+    named = dict(w.removeprefix("task.args.").split("=", 1) for w in words if "task.args." in w)
+    args = {k: str(tmp_path / v) for k, v in named.items() if k.endswith(("path", "grader"))}
+    fields = named["meta_fields"].strip("[]").split(",")
+    task = make_task("file", {**args, "answer_field": None, "meta_fields": fields})
+    item = task.item("train", 0)
+
+    def answer(body, number):
+        message = {"role": "assistant", "content": answers[number]}
+        return HttpReply(body={"choices": [{"message": message}]})
+
+    with RewardServer(answer) as server:
+        got, parts = shell_program(container)(item, f"{server.url}/v1", "key", "policy", 7)
+        asked = server.seen
+    assert (got, parts["calls"]) == (reward, calls) == (got, len(asked))
+    assert "def double" in asked[0].body["messages"][0]["content"]
+    assert "assert" not in asked[0].body["messages"][0]["content"]  # the tests are not shown
+    if calls == 3:
+        assert "Error" in asked[1].body["messages"][-1]["content"]
+    with pytest.raises(ValueError, match="tests of a repository"):
+        task.grade(item, answers[0])
+
+
+@pytest.mark.processes
+@pytest.mark.skipif("RLCORE_VERIFIERS_PYTHON" not in os.environ, reason="no Python is named")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("said, reward", [("1", 1.0), ("2", 0.0)])
+def test_a_taskset_of_verifiers_plays(play, tmp_path, said, reward):
+    """Its first task asks what comes after 0."""
+    section = PAGE.read_text().partition("### Environments of verifiers")[2]
+    (tmp_path / "play.py").write_text(re.search(r"```python\n(.*?)```", section, re.S)[1])
+    python = os.environ["RLCORE_VERIFIERS_PYTHON"]
+    command = f"PYTHONPATH={Path(__file__).parent} {python} {tmp_path}/play.py verifiers_real"
+    (played,) = play("", command=command, said=said, step_timeout_s=deadline(120))
+    assert played.score.reward == reward, played.score.error
+    assert played.score.parts["turns"] == 1.0 and int(played.parts[0].sampled.sum()) == 2

@@ -151,6 +151,20 @@ def test_an_unknown_form_of_calls_is_refused_where_an_environment_has_tools():
     assert known == "model.chat_template=auto: tool calls qwen3_xml; thoughts kept apart (<think>)"
 
 
+def test_harmony_is_refused_by_name():
+    """A template in gpt-oss's form, of a few lines."""
+    harmony = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+        "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    spec = EnvironmentSpec(name="higher_lower")
+    with pytest.raises(UserError, match="gpt-oss's harmony, whose channels rlcore does not keep"):
+        check_template(spec, tokenizer_with(harmony), AUTO)
+    with pytest.raises(UserError, match=r"model\.tool_parser=openai is not accepted"):
+        check_template(spec, tokenizer_with(QWEN), TemplateSpec(tool_parser="openai"))
+
+
 def test_a_template_of_one_s_own_and_its_arguments_are_used(tmp_path):
     """The tokenizer's own drops thoughts of earlier turns; one that keeps them makes one part."""
     file = tmp_path / "keeps.jinja"
