@@ -347,7 +347,8 @@ def _curves(chart: Chart, family: Family) -> Iterator[tuple[str, list[Points]]]:
     found: dict[str, list[Points]] = {}
     for run in family.runs:
         rows = [_with_rest(r) for r in run.rows] if chart.stacked else run.rows
-        for name in {n for r in rows for n in r if chart.shows(n)}:
+        logged = {n for r in rows for n in r}
+        for name in (n for n in logged if chart.shows(n)):
             points = {_x(name, r): v for r in rows if (v := r.get(name)) is not None}
             if points:
                 found.setdefault(name, []).append(points)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from rlcore.metrics.learner_metrics import LEARNER_METRICS
 from rlcore.metrics.metric import Metric, Reduction
@@ -30,6 +31,7 @@ _EXACT = {m.name: m for m in METRICS if "<" not in m.name}
 _FAMILIES = tuple(m for m in METRICS if "<" in m.name)
 
 
+@lru_cache(maxsize=8192)
 def declared(name: str) -> Metric | None:
     """The declaration of a name: its own, else a family's; None if it has none."""
     pooled, kind = split_kind(name)
@@ -38,6 +40,7 @@ def declared(name: str) -> Metric | None:
     return _EXACT.get(name) or next((m for m in _FAMILIES if m.covers(name)), None)
 
 
+@lru_cache(maxsize=8192)
 def split_kind(name: str) -> tuple[str, str]:
     """("mismatch/ess", "fp8") of "mismatch/ess@fp8"; ("eval/digits/mean@4", "") of a name that is
     of no kind of actors."""

@@ -11,6 +11,8 @@ from rlcore.errors import UserError
 from rlcore.metrics.answers import samples, shown
 from rlcore.metrics.figures import swimlanes
 from rlcore.metrics.logger import open_logger
+from rlcore.metrics.metric import Metric
+from rlcore.metrics.names import declared, split_kind
 from rlcore.metrics.report import write_report
 from rlcore.metrics.rows import sanitize
 from rlcore.metrics.run_folder import MAX_POINTS, Run, thin
@@ -298,6 +300,20 @@ def test_kinds_of_actors_are_overlaid_on_the_pooled_curve(tmp_path):
     assert len({curve["color"] for curve in curves.values()}) == 1
     assert len({curve["dash"] for curve in curves.values()}) == 3
     assert [curve["name"] for curve in shown["Age of trained tokens"]] == ["staleness/share_0"]
+
+
+def test_a_name_is_looked_up_once_however_many_steps_have_it(tmp_path, monkeypatch):
+    looked, covers = [], Metric.covers
+    monkeypatch.setattr(Metric, "covers", lambda m, name: looked.append(name) or covers(m, name))
+    counts = []
+    for steps in (4, 16):
+        run = make_run(tmp_path / str(steps), steps)
+        declared.cache_clear()
+        split_kind.cache_clear()
+        looked.clear()
+        write_report(run)
+        counts.append(len(looked))
+    assert counts[1] < 1.5 * counts[0]
 
 
 def test_runs_that_differ_by_their_seed_are_a_band_around_their_mean(tmp_path):
