@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from family_fakes import GLM, LLAMA, TEMPLATES, UNKNOWN, XML, add, tokenizer_with
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.environments.families import (
@@ -60,6 +60,28 @@ def test_no_text_raises_in_a_reader(name, text):
     for given_ in (text, opens.get(name, "<tool_call>") + text):
         said = read_turn(FAMILIES[name], given_, tools=[SCHEMA], marks=THOUGHTS[0])
         assert not (said.calls and said.error)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_reply_of_a_model_raises_in_a_conversation(name, data):
+    """Any tokens, control tokens among them, are read, and answered in the conversation."""
+    tokenizer = tokenizer_with(TEMPLATES[name][0])
+    renderer = make_renderer(tokenizer, TemplateSpec())
+    ids = renderer.open(Opening([USER], [SCHEMA]))
+    call = tokenizer.encode(FAMILIES[name].write("add", {"a": 2}), add_special_tokens=False)
+    token = st.integers(0, len(tokenizer) - 1)
+    for _ in range(2):
+        said = data.draw(st.lists(token | st.sampled_from(call), min_size=1, max_size=12))
+        said = [*call, *said] if data.draw(st.booleans()) else said
+        renderer.parse(said)
+        longer = renderer.extend([*ids, *said], [USER])
+        if longer is None:
+            ids = renderer.reopen()
+        else:
+            assert longer[: len(ids) + len(said)] == [*ids, *said]
+            ids = longer
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
