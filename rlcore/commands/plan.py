@@ -21,7 +21,16 @@ from rlcore.errors import UserError
 from rlcore.metrics.rows import read_rows
 from rlcore.models.folder import read_config
 from rlcore.planner.forecast import Forecast, forecast
-from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, Shape, actor_rates, learner_rates
+from rlcore.planner.gpus import (
+    GPUS,
+    SHAPES,
+    Beside,
+    EngineShape,
+    Gpu,
+    Shape,
+    actor_rates,
+    learner_rates,
+)
 from rlcore.planner.measure import SPAN, MeasuredRun, measured
 from rlcore.planner.picture import picture
 from rlcore.planner.run import PlannedFleet
@@ -168,16 +177,6 @@ def check_simulated(config: RunConfig) -> None:
         f"learner.{companion} cannot be planned: the time of a companion is not simulated. Plan "
         f"the run without it.",
     )
-    refuse(
-        config.critic.trained,
-        f"critic={config.critic.kind} cannot be planned: the time of a critic is not simulated. "
-        "Plan the run with critic=none and another algorithm.",
-    )
-    refuse(
-        config.teacher.used,
-        f"teacher={config.teacher.kind} cannot be planned: the time of a teacher is not simulated. "
-        "Plan the run with teacher=none.",
-    )
     for label, actor in config.actor.items():
         refuse(
             actor.kv_on_update == "keep" and config.schedule.on_publish == "in_flight",
@@ -262,6 +261,7 @@ def planned(
         max_turns=environment.max_turns,
         max_len=config.model.max_len,
         places=environment.concurrency,
+        teachers=config.teacher.engine.count if config.teacher.kind == "engine" else 0,
     )
 
 
@@ -278,14 +278,24 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     if "rates" in words:
         rates = _read_rates(words["rates"])
         _check_episodes(config, rates, words)
+        refuse(
+            rates.beside != beside_of(config),
+            f"rates={words['rates']} is of a run with {rates.beside or 'no critic and no teacher'}"
+            f", and this one has {beside_of(config) or 'none'}: measure a run that has the same.",
+        )
         return dict.fromkeys(config.actor, rates.actor), rates
     gpu = words["gpu"]
     if gpu not in GPUS:
         raise UserError.choice("gpu", gpu, GPUS)
     shape, lengths = shape_of(config, words), lengths_of(config, words)
     ranks = derived.ranks(config)
-    learner = learner_rates(GPUS[gpu], shape, ranks)
-    rates = Rates(lengths=lengths, learner=learner, episodes=episodes_of(config, words))
+    learner = learner_rates(GPUS[gpu], shape, ranks, work_beside(config, shape))
+    rates = Rates(
+        lengths=lengths,
+        learner=learner,
+        episodes=episodes_of(config, words),
+        teacher_tokens_per_s=_scores_per_s(config, GPUS[gpu]),
+    )
     context = rates.context
     for label, actor in config.actor.items():
         refuse(
@@ -301,6 +311,44 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     except ValueError as e:
         raise UserError(f"gpu={gpu} is too small for an engine of this run: {e}.") from e
     return engines, rates
+
+
+def beside_of(config: RunConfig) -> str:
+    """The critic and the teacher of a run. Example: "critic=model teacher=frozen" """
+    critic, teacher = config.critic, config.teacher
+    named = [f"critic={critic.kind}"] * critic.trained + [f"teacher={teacher.kind}"] * teacher.used
+    return " ".join(named)
+
+
+def work_beside(config: RunConfig, policy: Shape) -> Beside:
+    """FLOPs of critic and teacher in the learner's ranks: 2 a parameter and token for a pass, 6
+    with its gradient. A critic's values and a teacher's scores are taken before a phase; a head's
+    step makes a pass over the policy's layers, which it does not train. An episode behind a context
+    is taken for two, and of several teachers the largest for all tasks."""
+    critic, teacher, size = config.critic, config.teacher, policy.parameters
+    step = {"model": 6 * size, "value_head": 2 * size}.get(critic.kind, 0.0)
+    phase = 2 * size if critic.trained else 0.0
+    if teacher.used and teacher.kind != "engine":
+        paths: list[str | None] = [*teacher.paths.values()] or [teacher.path]
+        most = max(size if path is None else folder_parameters(path) for path in paths)
+        cost = 2 * most * (1 if teacher.context == "none" else 2)
+        step, phase = (step + cost, phase) if teacher.top_k is None else (step, phase + cost)
+    return Beside(size if critic.kind == "model" else 0.0, step, phase)
+
+
+def _scores_per_s(config: RunConfig, gpu: Gpu) -> float | None:
+    """Tokens a second that one engine of the teacher scores; None: it has none."""
+    spec = config.teacher
+    if spec.kind != "engine" or spec.path is None:
+        return None
+    refuse(
+        not spec.engine.num_gpus,
+        "teacher.engine.num_gpus=0 scores on CPUs, of which gpu= knows no rate: set 1, or give "
+        "rates=FILE, of a run with such an engine.",
+    )
+    shape = Shape.of(read_config(spec.path), folder_parameters(spec.path))
+    engine = EngineShape(spec.engine.tensor_parallel)
+    return actor_rates(gpu, shape, engine, context=config.model.max_len).prefill_tokens_per_s
 
 
 def engine_of(actor: ActorSpec, context: float) -> EngineShape:
@@ -426,7 +474,18 @@ def measure(runs: str, out: str) -> int:
     found = [_read_run(name) for name in runs.split(",")]
     measured_runs = [run for _, run in found]
     config = found[0][0]
-    rates = measured(measured_runs, grade_s=_grade_seconds(config))
+    kinds = sorted({beside_of(own) for own, _ in found})
+    refuse(
+        len(kinds) > 1,
+        f"runs={runs} are with different critics and teachers "
+        f"({', '.join(kind or 'none' for kind in kinds)}): measure runs that have the same.",
+    )
+    rates = measured(
+        measured_runs,
+        grade_s=_grade_seconds(config),
+        beside=kinds[0],
+        scored=config.teacher.kind == "engine",
+    )
     Path(out).write_text(rates.model_dump_json(indent=1) + "\n")
     for line in _described(measured_runs, rates):
         print(line)

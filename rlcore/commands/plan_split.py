@@ -12,6 +12,7 @@ from typing import Any
 from rlcore.commands.plan import (
     ASSUMED,
     STEPS,
+    beside_of,
     check_simulated,
     check_source,
     engine_of,
@@ -92,6 +93,11 @@ def split_plan(config: RunConfig, words: Mapping[str, str]) -> int:
         )
     check_source(words, config)
     check_simulated(config)
+    refuse(
+        bool(beside_of(config)),
+        f"gpus={words['gpus']} divides GPUs between actors and the policy's learner, and "
+        f"{beside_of(config)} takes memory or GPUs too: leave gpus= out.",
+    )
     refuse(
         len(config.actor) > 1,
         f"gpus={words['gpus']} needs one kind of actor, and actor=[{','.join(config.actor)}] has "

@@ -37,6 +37,7 @@ class Forecast:
     learner_idle: float  # share of the time that the learner does not train
     graders_idle: float  # share of the time that the mean node's graders have nothing to grade
     replacements: int  # of actors, over the whole run
+    teacher_idle: float = 1.0  # share of the time that a teacher's engines have nothing to score
 
     @property
     def bottleneck(self) -> str:
@@ -45,6 +46,7 @@ class Forecast:
             "learner": self.learner_idle,
             "actors": self.actors_idle,
             "graders": self.graders_idle,
+            "teacher": self.teacher_idle,
         }
         least = min(idle, key=lambda role: idle[role])
         return least if idle[least] <= IDLE else "turns"  # each waits for the others
@@ -95,7 +97,7 @@ def _steady(run: PlannedRun) -> Forecast:
     first = min(max(int(len(rows) * WARM_UP), ahead), last - 1)
     later = rows[first + 1 : last + 1]
     seconds = marks[last][0] - marks[first][0]
-    busy = marks[last][1] - marks[first][1]
+    busy, scored = (marks[last][role] - marks[first][role] for role in (1, 2))
     trained = sum(float(r["train/tokens"]) for r in later)
     sequences = sum(float(r["train/sequences"]) for r in later)
     learned = sum(float(r["time/learn_s"]) for r in later)
@@ -117,6 +119,7 @@ def _steady(run: PlannedRun) -> Forecast:
         learner_idle=1.0 - learned / seconds,
         graders_idle=1.0 - sequences * planned.rates.grade_s / (seconds * planned.nodes),
         replacements=int(rows[-1]["rollout/replacements"]),
+        teacher_idle=1.0 - scored / seconds,
     )
 
 

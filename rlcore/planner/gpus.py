@@ -113,13 +113,25 @@ def actor_rates(gpu: Gpu, shape: Shape, engine: EngineShape, *, context: float) 
     )
 
 
-def learner_rates(gpu: Gpu, shape: Shape, gpus: int) -> LearnerRates:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The work of a learner's ranks beside the policy. Example, a critic of the policy's size P:
+    Beside(trained=P, step_flops=6 * P, phase_flops=2 * P)"""
+
+    trained: float = 0.0  # further parameters with an optimizer
+    step_flops: float = 0.0  # a token, of every step
+    phase_flops: float = 0.0  # a token, before a phase
+
+
+def learner_rates(gpu: Gpu, shape: Shape, gpus: int, beside: Beside = Beside()) -> LearnerRates:
     """Rates of all ranks together, one on each of `gpus`: 6 FLOPs a parameter and token, 2 for a
     pass without gradient."""
     flops = gpus * TERA * gpu.bf16 * TRAIN_REACHED
+    states = 16 * (shape.parameters + beside.trained)
     return LearnerRates(
-        step_s=LAUNCH_S + 16 * shape.parameters / (gpus * GB * gpu.bandwidth * BANDWIDTH_REACHED),
-        token_s=6 * shape.parameters / flops,
+        step_s=LAUNCH_S + states / (gpus * GB * gpu.bandwidth * BANDWIDTH_REACHED),
+        token_s=(6 * shape.parameters + beside.step_flops) / flops,
         ref_token_s=2 * shape.parameters / flops,
+        phase_token_s=beside.phase_flops / flops,
         publish_s=0.2 + 2 * shape.parameters / (gpu.link * GB * LINK_REACHED * gpus),
     )

@@ -83,10 +83,13 @@ class MeasuredRun:
         return self.column("train/tokens") + self.given * self.column("train/sequences")
 
 
-def measured(runs: Sequence[MeasuredRun], *, grade_s: float | None) -> Rates:
+def measured(
+    runs: Sequence[MeasuredRun], *, grade_s: float | None, beside: str = "", scored: bool = False
+) -> Rates:
     """Rates of these runs. They hold for the same number of processes on the same machine.
-    `grade_s`: seconds to grade one answer; None: the default. Raises UserError for a run with too
-    few steps.
+    `grade_s`: seconds to grade one answer; None: the default. `beside`: the critic and teacher of
+    the runs, whose time in the ranks is part of the learner's. `scored`: by a teacher's engines.
+    Raises UserError for a run with too few steps.
     """
     played = {run.played for run in runs}
     if len(played) > 1:
@@ -94,14 +97,16 @@ def measured(runs: Sequence[MeasuredRun], *, grade_s: float | None) -> Rates:
             "runs= names some with an environment and some without, whose lengths mean turns and "
             "answers: measure them apart."
         )
-    beside = {} if grade_s is None else {"grade_s": grade_s}
+    grading = {} if grade_s is None else {"grade_s": grade_s}
     episodes = _episodes(runs) if played == {True} else None
     return Rates(
         actor=_actor(runs),
         learner=_learner(runs),
         lengths=_lengths(runs),
         episodes=episodes,
-        **beside,
+        beside=beside,
+        teacher_tokens_per_s=_scored(runs) if scored else None,
+        **grading,
     )
 
 
@@ -113,6 +118,13 @@ def _episodes(runs: Sequence[MeasuredRun]) -> EpisodeSpec:
         # of all calls so far, so that the last row knows best
         call_s=fmean(float(run.column("environment/call_s")[-1]) for run in runs),
     )
+
+
+def _scored(runs: Sequence[MeasuredRun]) -> float:
+    """Tokens a second of one engine of a teacher, over the batches that were trained on."""
+    seconds = sum(float(r.column("time/teacher_engine_s").sum()) for r in runs)
+    tokens = sum(float(r.learner_tokens().sum()) for r in runs)
+    return tokens / max(seconds, 1e-9)
 
 
 def _actor(runs: Sequence[MeasuredRun]) -> ActorRates:

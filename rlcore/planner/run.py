@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ class PlannedFleet:
     joined: bool = False  # weights are sent to all actors at once
     buffer_bytes: int = 1 << 40
     nodes: int = 1  # with rollout actors; each has its share of them, and graders
+    teachers: int = 0  # engines of a teacher, which score every answer before it is graded
     run_seed: int = 0
     max_turns: int = 1  # of an episode
     max_len: int = 1 << 30  # real tokens of an episode, prompts and answers included
@@ -126,11 +128,10 @@ class RatedLearner(FakeLearner):
         return [self.answers.runs(record) for e in episodes for record in e.records]
 
     def begin_seconds(self, steps: int) -> float:
-        if not self.fleet.ref_pass:
-            return 0.0
+        rates = self.fleet.rates.learner
+        token_s = rates.phase_token_s + self.fleet.ref_pass * rates.ref_token_s
         batches = {id(answers): answers for answers in self._phase.values()}
-        tokens = sum(self._tokens(answers) for answers in batches.values())
-        return tokens * self.fleet.rates.learner.ref_token_s
+        return token_s * sum(self._tokens(answers) for answers in batches.values())
 
     def step_seconds(self, records: Sequence[Runs]) -> float:
         rates = self.fleet.rates.learner
@@ -162,10 +163,33 @@ class RatedLearner(FakeLearner):
         return {}
 
 
+class PlannedTeacher:
+    """The engines of a teacher, which score one answer after the other."""
+
+    def __init__(self, fleet: PlannedFleet) -> None:
+        rate = fleet.rates.teacher_tokens_per_s
+        self._token_s = 0.0 if not fleet.teachers or rate is None else 1 / (rate * fleet.teachers)
+        self._free_at = 0.0
+        self.busy_s = 0.0
+
+    def then(self, tokens: float, go_on: Callable[[], None]) -> None:
+        """Call `go_on` when an answer of so many real tokens, prompt included, is scored."""
+        if not self._token_s:
+            go_on()
+            return
+        loop = asyncio.get_running_loop()
+        took = tokens * self._token_s
+        self.busy_s += took
+        self._free_at = max(self._free_at, loop.time()) + took
+        loop.call_at(self._free_at, go_on)
+
+
 class PlannedActor(RatedActor):
     """Hands its answers to training prompts on without serialising them."""
 
     answers: Answers
+    teacher: PlannedTeacher
+    fleet: PlannedFleet
     shard: str  # of its node
 
     def _finish(self, drawing: SimulatedRequest) -> None:
@@ -176,9 +200,10 @@ class PlannedActor(RatedActor):
         self._hand_over(drawing, runs, self._left(drawing))
 
     def _hand_over(self, drawing: SimulatedRequest, runs: Runs, draw_id: str) -> None:
-        self._scorer.finished(  # type: ignore[attr-defined]
-            self.answers.put(drawing.request, runs, self.name, draw_id, self.shard)
-        )
+        answer = self.answers.put(drawing.request, runs, self.name, draw_id, self.shard)
+        sampled = sum(tokens for _, tokens in runs) * self.fleet.unit
+        finished = partial(self._scorer.finished, answer)  # type: ignore[attr-defined]
+        self.teacher.then(self.fleet.rates.given + sampled, finished)
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
         """The actor may die but never hangs, so a call needs no task and no deadline of its own."""
@@ -196,7 +221,6 @@ class PlayingActor(PlannedActor):
     """Plays episodes. Between two turns a request is with its environment, and the engine keeps its
     context until new weights come. Every open episode has one of the actor's places."""
 
-    fleet: PlannedFleet
     episodes: EpisodeSpec
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
@@ -288,16 +312,19 @@ class PlayingActor(PlannedActor):
 class PlannedReporter(FakeReporter):
     """Keeps the rows. The timelines of a large fleet would take more memory than all else."""
 
-    def __init__(self, engines: Sequence[RatedActor]) -> None:
+    def __init__(self, engines: Sequence[RatedActor], teacher: PlannedTeacher) -> None:
         """`engines`: the list to which every started process is added."""
         super().__init__()
-        self.marks: list[tuple[float, float]] = []  # (clock, busy seconds of all) at each row
+        # (clock, busy seconds of all actors, of a teacher's engines) at each row
+        self.marks: list[tuple[float, float, float]] = []
         self._engines = engines
+        self._teacher = teacher
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
         super().row(row)
         now = asyncio.get_running_loop().time()
-        self.marks.append((now, sum(engine.busy_s for engine in self._engines)))
+        busy = sum(engine.busy_s for engine in self._engines)
+        self.marks.append((now, busy, self._teacher.busy_s))
 
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
         pass
@@ -312,11 +339,12 @@ class PlannedRun(Simulation):
         self.planned = fleet
         self.engines: list[RatedActor] = []  # every process that was started
         self.answers = Answers()
+        self.teacher = PlannedTeacher(fleet)
         super().__init__(fleet.scenario(), root)
         self.scorer.grade_s = fleet.rates.grade_s
 
     def make_reporter(self, beside: Reporter | None) -> PlannedReporter:
-        return PlannedReporter(self.engines)
+        return PlannedReporter(self.engines, self.teacher)
 
     def make_learner(self) -> FakeLearner:
         learner = RatedLearner(self.buffer, publish_s=self.planned.rates.learner.publish_s)
@@ -339,8 +367,9 @@ class PlannedRun(Simulation):
         kind = PlannedActor if episodes is None else PlayingActor
         actor = kind(name, self.buffer, self.scorer, **arguments)
         if isinstance(actor, PlayingActor) and episodes is not None:
-            actor.fleet, actor.episodes = self.planned, episodes
+            actor.episodes = episodes
         actor.answers = self.answers
+        actor.teacher, actor.fleet = self.teacher, self.planned
         actor.shard = f"simulated-{self.buffer.nodes.of(name)}"
         return actor
 

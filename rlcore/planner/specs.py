@@ -42,6 +42,13 @@ class LearnerRates(Spec):
     ref_token_s: float = setting(
         0.0, "of p_ref's pass, for each token, where it is a pass of its own", unit="s", ge=0
     )
+    phase_token_s: float = setting(
+        0.0,
+        "of a critic's values and a teacher's scores before a phase, for each token, where they "
+        "are not among the others",
+        unit="s",
+        ge=0,
+    )
     publish_s: float = setting(0.5, "gathering and sending the weights", unit="s", gt=0)
 
 
@@ -77,6 +84,10 @@ class Rates(Spec):
     grade_s: float = setting(
         1e-3, "time between two answers of all graders of a node", unit="s", gt=0
     )
+    teacher_tokens_per_s: float | None = setting(
+        None, "that one engine of a teacher scores, prompts included; null: there is none", gt=0
+    )
+    beside: str = setting("", "critic and teacher whose time is in these rates")
     failures_per_day: float = setting(0.0, "processes of one actor that die, a day", ge=0)
 
     @property

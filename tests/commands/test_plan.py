@@ -7,6 +7,9 @@ import pytest
 from structure import ROOT
 
 from rlcore.cli import main
+from rlcore.commands.plan import work_beside
+from rlcore.config.compose import load
+from rlcore.planner.gpus import Shape
 from rlcore.planner.specs import Rates
 
 QUICK = ["plan", "experiment=quickstart", "run_dir=unused"]
@@ -113,7 +116,11 @@ def test_a_gpu_s_forecast_of_an_environment_takes_its_turns_from_the_words(tmp_p
     (["gpu=h100", "task=[digits,arithmetic]"], "task=[digits,arithmetic] cannot be planned"),
     (["gpu=h100", "actor.bf16.rounding=int3", "learner.round_as=bf16"], "round_as=bf16 cannot be"),
     (["gpu=h100", "bitwise=true", "schedule=on_policy"], "bitwise=true cannot be planned"),
-    (["gpu=h100", "teacher=policy"], "teacher=policy cannot be planned"),
+    (
+        ["gpu=h100", "shape=qwen3-8b", "teacher=engine", "teacher.path=here"],
+        "teacher.engine.num_gpus=0 scores on CPUs",
+    ),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "teacher=policy"], "teacher=policy takes memory"),
     (["gpu=h100", "actor.bf16.kv_on_update=keep"], "actor.bf16.kv_on_update=keep cannot be"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):
@@ -126,6 +133,34 @@ def test_wrong_rates_name_file_and_key(tmp_path, capsys):
     rates.write_text('{"actor": {"decode_s": -1}}')
     assert main([*QUICK, f"rates={rates}"]) == 2
     assert "actor.decode_s is wrong" in capsys.readouterr().err
+
+
+def test_rates_hold_for_runs_with_the_critic_and_the_teacher_of_the_measured_run(tmp_path, capsys):
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"beside": "teacher=policy"}')
+    assert main([*QUICK, f"rates={rates}"]) == 2
+    assert "is of a run with teacher=policy, and this one has none" in capsys.readouterr().err
+    rates.write_text("{}")
+    assert main([*QUICK, f"rates={rates}", "algorithm=ppo", "critic=model"]) == 2
+    assert "no critic and no teacher, and this one has critic=model" in capsys.readouterr().err
+
+
+def test_critics_and_teachers_are_counted_in_the_learner(monkeypatch):
+    """In FLOPs a token, of a policy of one FLOP a parameter: each step, before each phase."""
+
+    def counted(*words):
+        config = load(["run_dir=/tmp/x", *words])
+        found = work_beside(config, Shape(1.0, 1, 1, 1))
+        return found.trained, found.step_flops, found.phase_flops
+
+    assert counted() == (0, 0, 0)
+    assert counted("algorithm=ppo", "critic=model") == (1, 6, 2)
+    assert counted("algorithm=ppo", "critic=value_head") == (0, 2, 2)
+    assert counted("teacher=policy") == (0, 0, 4)
+    monkeypatch.setattr("rlcore.commands.plan.folder_parameters", lambda path: 5.0)
+    assert counted("teacher=frozen", "teacher.path=here") == (0, 0, 10)
+    assert counted("teacher=frozen", "teacher.path=here", "teacher.top_k=null") == (0, 10, 0)
+    assert counted("teacher=engine", "teacher.path=here") == (0, 0, 0)
 
 
 def test_the_rates_of_the_page_on_planning_are_a_whole_file():

@@ -80,6 +80,26 @@ def test_slow_graders_are_named():
     assert found.step_s == pytest.approx(2.0 * SEQUENCES, rel=0.1) and found.bottleneck == "graders"
 
 
+def test_a_teacher_scores_every_answer_before_it_is_graded_and_is_named():
+    quick = fleet(learn_s=0.1, running=SEQUENCES, max_staleness=2, on_publish="in_flight")
+    rates = quick.rates.model_copy(update={"teacher_tokens_per_s": (PROMPT + LENGTH) / 2.0})
+    one = forecast(replace(quick, rates=rates, teachers=1))
+    assert one.step_s == pytest.approx(2.0 * SEQUENCES, rel=0.1) and one.bottleneck == "teacher"
+    two = forecast(replace(quick, rates=rates, teachers=2))
+    assert two.step_s == pytest.approx(one.step_s / 2, rel=0.1)
+    assert forecast(replace(quick, rates=rates)) == forecast(quick)  # no engine: not its rate
+
+
+def test_what_is_computed_before_a_phase_is_so_once_for_all_its_steps():
+    plan = {"learn_s": 1.0, "steps_per_phase": 4, "steps_per_publish": 4, "steps": 96}
+    quick = fleet(**plan)
+    tokens = SEQUENCES * (PROMPT + LENGTH)
+    learner = quick.rates.learner.model_copy(update={"phase_token_s": 8.0 / (4 * tokens)})
+    rates = quick.rates.model_copy(update={"learner": learner})
+    more = forecast(replace(quick, rates=rates)).step_s - forecast(quick).step_s
+    assert more == pytest.approx(2.0, rel=0.07)  # the rows that count may cut a phase in two
+
+
 def test_every_node_has_graders_of_its_own():
     quick = fleet(actors=2, learn_s=0.1, running=SEQUENCES, max_staleness=2, on_publish="in_flight")
     rates = quick.rates.model_copy(update={"grade_s": 4.0})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
+from rlcore.planner.gpus import GPUS, SHAPES, Beside, EngineShape, actor_rates, learner_rates
 
 H100, MODEL = GPUS["h100"], SHAPES["qwen3-8b"]
 
@@ -43,3 +43,11 @@ def test_what_fits_shrinks_with_the_context_and_a_model_that_does_not_fit_is_ref
 def test_the_learner_takes_three_times_its_pass_without_gradient_and_scales_with_its_gpus():
     one, four = learner_rates(H100, MODEL, 1), learner_rates(H100, MODEL, 4)
     assert one.token_s == pytest.approx(3 * one.ref_token_s) == pytest.approx(4 * four.token_s)
+
+
+def test_a_critic_of_the_policy_s_size_doubles_the_work_of_a_step():
+    plain, size = learner_rates(H100, MODEL, 2), MODEL.parameters
+    critic = learner_rates(H100, MODEL, 2, Beside(size, 6 * size, 2 * size))
+    assert critic.token_s == pytest.approx(2 * plain.token_s)
+    assert critic.step_s - 0.05 == pytest.approx(2 * (plain.step_s - 0.05))
+    assert critic.phase_token_s == pytest.approx(plain.ref_token_s) and plain.phase_token_s == 0

@@ -61,6 +61,17 @@ def test_one_run_gives_the_costs_of_its_own_batch():
     assert rates.lengths.prompt == PROMPT
 
 
+def test_the_rate_of_a_teacher_is_that_of_one_engine():
+    rows = [{**row, "time/teacher_engine_s": 4.0} for row in run().rows]
+    rates = measured(
+        [replace(run(), rows=rows)], grade_s=None, beside="teacher=engine", scored=True
+    )
+    tokens = 64 * (31 + PROMPT)
+    assert rates.teacher_tokens_per_s == pytest.approx(tokens / 4.0, rel=0.02)
+    assert rates.beside == "teacher=engine"
+    assert measured([run()], grade_s=None).teacher_tokens_per_s is None
+
+
 def test_two_batches_tell_fixed_costs_from_those_of_tokens():
     learner = measured([run(), run(groups=24)], grade_s=None).learner
     assert learner.token_s == pytest.approx(TOKEN_S, rel=1e-3)
