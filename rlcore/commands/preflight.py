@@ -35,6 +35,7 @@ from rlcore.loop.prompts import (
     task_seed,
 )
 from rlcore.metrics.logger import own_sink
+from rlcore.metrics.sinks import wandb_mode
 from rlcore.models.fresh import build_char_tokenizer, check_vocabulary
 from rlcore.models.text import encode_prompt, load_tokenizer, padding, split_stops
 from rlcore.objectives.specs import make_advantage, make_loss
@@ -213,13 +214,15 @@ def _room(config: RunConfig, label: str) -> list[str]:
 
 def _build_own(config: RunConfig) -> None:
     """Build the losses and advantages, which may be a user's own and which runs build later. Of
-    sinks, which write files when they are built, only the classes are checked. Raises UserError."""
+    sinks, which write files when they are built, only the classes are checked, and that W&B is
+    installed if it is wanted. Raises UserError."""
     make_loss(config.algorithm)
     for label in config.tasks:
         key, name = config.advantage_of(label)
         make_advantage(config.algorithm.model_copy(update={"advantage": name}), key)
     for name in config.logging.sinks:
         own_sink(name)
+    wandb_mode(config.logging)
 
 
 def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any) -> None:

@@ -20,6 +20,7 @@ from rlcore.metrics.health import Course, Health
 from rlcore.metrics.log import LogSink
 from rlcore.metrics.rows import sanitize
 from rlcore.metrics.sinks import (
+    NO_WANDB,
     Decoded,
     HealthSink,
     JsonlSink,
@@ -28,6 +29,7 @@ from rlcore.metrics.sinks import (
     StatusSink,
     WandbSink,
     unguarded,
+    wandb_mode,
 )
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.registry import resolve
@@ -199,8 +201,8 @@ def open_logger(
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
     `course`: the facts of the schedule that warnings need; None: the run does not warn. `guard`:
     raises OwnershipLost once the directory is another command's. A live console falls back to plain
-    where the output is no terminal. Raises UserError when W&B refuses to start, the Prometheus port
-    is taken, or metrics.jsonl is damaged.
+    where the output is no terminal. Raises UserError when W&B refuses to start or is wanted and not
+    installed, the Prometheus port is taken, or metrics.jsonl is damaged.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -216,12 +218,14 @@ def open_logger(
         sinks += [own_sink(name)(run_dir, config) for name in spec.sinks]
         if spec.prometheus_port:
             sinks.append(_endpoint(run_dir, spec, total_steps))
-        if spec.wandb != "disabled":
+        if wandb_mode(spec) != "disabled":
             sinks.append(WandbSink(run_dir, spec, config))
     except BaseException:
         MetricsLogger(sinks).close()
         raise
     logger = MetricsLogger(sinks)
+    if spec.wandb is None and wandb_mode(spec) == "disabled":
+        logger.note(f"W&B is {NO_WANDB}")
     if course is not None:
         health = Health(spec.warnings, course)
         logger.sinks.append(HealthSink(run_dir, health, logger.note))

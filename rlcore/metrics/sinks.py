@@ -4,6 +4,7 @@ module."""
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import queue
@@ -15,7 +16,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -215,13 +216,33 @@ def _cell(value: Any) -> str | float | None:
     return str(value)[:TABLE_CHARS]
 
 
+NO_WANDB = "off: the package wandb is not installed (pip install 'rlcore[wandb]')"
+
+
+def wandb_mode(spec: LoggingSpec) -> Literal["offline", "online", "disabled"]:
+    """The mode of W&B. Raises UserError for one that needs the package where it is missing."""
+    if spec.wandb == "disabled":
+        return "disabled"
+    try:
+        # not find_spec: a run folder has a folder wandb, too
+        importlib.metadata.version("wandb")
+    except importlib.metadata.PackageNotFoundError as error:
+        if spec.wandb is None:
+            return "disabled"
+        raise UserError(
+            f"logging.wandb={spec.wandb} needs the package wandb, which is not installed: "
+            "pip install 'rlcore[wandb]', or logging.wandb=disabled."
+        ) from error
+    return spec.wandb or "offline"
+
+
 class WandbSink(Sink):
     """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
     that a later sync joins its parts. Samples are tables, `samples/training` and
     `samples/<evaluation>`; W&B adds metrics of the machine.
 
     Its service is a process of its own, which may die or hang as any other.
-    Raises UserError when W&B refuses (mode online without an account or a network).
+    Raises UserError when W&B refuses (mode online without an account or a network), or is missing.
     """
 
     title = "W&B (logging.wandb)"
@@ -229,6 +250,7 @@ class WandbSink(Sink):
     retried = False  # W&B goes on with no run whose service was lost
 
     def __init__(self, run_dir: Path, spec: LoggingSpec, config: Mapping[str, Any]) -> None:
+        mode = wandb_mode(spec)
         import wandb  # not at the top: a run without W&B must not load it
 
         self._wandb = wandb
@@ -251,8 +273,8 @@ class WandbSink(Sink):
                 name=run_dir.name,
                 id=id_file.read_text().strip(),
                 dir=str(run_dir),
-                mode=spec.wandb,
-                resume="allow" if spec.wandb == "online" else None,
+                mode=mode,
+                resume="allow" if mode == "online" else None,
                 config=dict(config),
                 settings=self._settings(),
             )
@@ -260,8 +282,7 @@ class WandbSink(Sink):
             wandb.teardown()  # its service process has started by then
             reason = " ".join(str(e).split()).rstrip(".")
             raise UserError(
-                f"logging.wandb={spec.wandb} failed ({reason}): choose one of offline, online, "
-                "disabled."
+                f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled."
             ) from e
         self._service = [p for p in psutil.Process().children() if p.name() == "wandb-core"]
         self._calls = Calls("W&B's service")

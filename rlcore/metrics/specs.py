@@ -77,7 +77,9 @@ class LoggingSpec(Spec):
     console: Literal["live", "plain", "off"] = setting(
         "live", "live table, a line a step, or nothing"
     )
-    wandb: Literal["offline", "online", "disabled"] = setting("offline", "offline needs no account")
+    wandb: Literal["offline", "online", "disabled"] | None = setting(
+        None, "offline needs no account; null: offline if the package wandb is installed"
+    )
     project: str = setting("rlcore", "project of W&B, MLflow and Trackio")
     entity: str | None = setting(None, "W&B user or team; null: the account's own")
     group: str | None = setting(None, "W&B group of runs, such as the seeds of one setting")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import zipfile
@@ -17,6 +18,12 @@ from rlcore.errors import UserError
 def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(UserError, match=r"name=smol is not accepted.*smollm2-135m"):
         fetch_model("smol", tmp_path / "out")
+
+
+def test_a_model_in_gguf_is_not_downloaded_where_nothing_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package gguf.*rlcore\[gguf\]"):
+        fetch_model("smollm2-135m", tmp_path / "out")
 
 
 @pytest.mark.processes

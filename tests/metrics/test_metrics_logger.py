@@ -1,5 +1,6 @@
 """The sinks of a run directory together, W&B offline for real."""
 
+import importlib.metadata
 import io
 import json
 import re
@@ -15,13 +16,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from timing import deadline
 
-from rlcore.errors import OwnershipLost, StageError
+from rlcore.errors import OwnershipLost, StageError, UserError
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.digest import duration, number
 from rlcore.metrics.log import LogSink, read_log
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize
-from rlcore.metrics.sinks import Sink
+from rlcore.metrics.sinks import Sink, wandb_mode
 from rlcore.metrics.specs import LoggingSpec
 
 ROW = {
@@ -226,6 +227,21 @@ except RuntimeError:
 left = psutil.Process().children(recursive=True)
 sys.exit(f"left running: {left}" if left else 0)
 """
+
+
+def test_without_wandb_installed_it_is_off_with_a_sentence_or_refused(tmp_path, monkeypatch):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert wandb_mode(LoggingSpec()) == "offline"
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    assert wandb_mode(LoggingSpec(wandb="disabled")) == "disabled"
+    with open_logger(tmp_path, LoggingSpec(console="off"), config={}, total_steps=1) as logger:
+        logger.finish({})
+    assert "W&B is off: the package wandb is not installed" in (tmp_path / "log.jsonl").read_text()
+    assert not (tmp_path / "wandb").exists()
+    with pytest.raises(UserError, match=r"logging\.wandb=online needs .*rlcore\[wandb\]"):
+        open_logger(tmp_path, LoggingSpec(console="off", wandb="online"), config={}, total_steps=1)
 
 
 @pytest.mark.processes
