@@ -6,9 +6,14 @@ without the seconds that an import of torch takes.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     import torch as torch
@@ -20,3 +25,14 @@ else:
             return getattr(sys.modules.get("torch") or importlib.import_module("torch"), name)
 
     torch = _Torch()
+
+
+def no_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.no_grad()` as a decorator that imports torch at the first call, not at the `def`."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called

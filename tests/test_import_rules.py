@@ -63,3 +63,20 @@ def test_specifications_and_registries_import_nothing_heavy():
     found = {path: names_ & heavy for path, names_ in _imports().items() if path.name in names}
     assert len(found) > 8
     assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.processes
+def test_a_run_is_prepared_without_torch(tmp_path):
+    """Its driver would import it before any other process starts."""
+    code = (
+        "import sys\n"
+        "import rlcore.commands.train as command\n"
+        "from rlcore.config.compose import load\n"
+        f"command.prepare(load(['experiment=quickstart', 'run_dir={tmp_path}/run']))\n"
+        "found = {'torch', 'vllm', 'deepspeed'} & set(sys.modules)\n"
+        "sys.exit(str(found) if found else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -23,7 +23,6 @@ from rlcore.environments import environment_maker
 from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
 from rlcore.files import replace_file
-from rlcore.learner.protocols import RateSchedule
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
 from rlcore.learner.specs import CriticSpec
 from rlcore.loop.prompts import Prompts, PromptSource
@@ -164,6 +163,7 @@ def supervise_exactly(
 ) -> None:
     """Train like `supervise`, in float64 in this process; the fresh model's weights are drawn
     anew."""
+    from rlcore.learner.protocols import RateSchedule
     from rlcore.models.exact_warmup import ExactWarmUp
 
     spec = _supervised(config, warmup).learner

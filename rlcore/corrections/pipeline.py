@@ -13,7 +13,7 @@ from rlcore.corrections.numerics import at_least_float32, total
 from rlcore.corrections.specs import CorrectionSpec, Stratum
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
-from rlcore.lazy import torch
+from rlcore.lazy import no_grad, torch
 from rlcore.objectives.advantages import without_truncated
 from rlcore.objectives.kl import penalty_weight
 from rlcore.objectives.protocols import UNCORRECTED, Bias
@@ -141,7 +141,7 @@ class Pipeline:
         on = (step.mask != 0) & torch.isfinite(step.logp_inf)
         return without_truncated(on, step.truncated) if self._overlong_filter else on
 
-    @torch.no_grad()
+    @no_grad
     def correct(self, step: StepTensors, reduce: Reduce, *, measure: bool = True) -> Corrected:
         """Weights [B, T], mask [B, T] and step scale of the rank's whole share of a step, before
         its backward pass.
@@ -197,7 +197,7 @@ class Pipeline:
         score = torch.stack(scores).sum(0) if scores else None
         return Corrected(weight, current.mask, metrics, scale, score=score, widen=widen)
 
-    @torch.no_grad()
+    @no_grad
     def penalty_weight(
         self, corrected: Corrected, logp_new: Tensor, logp_ref: Tensor, logp_inf: Tensor, cap: float
     ) -> Tensor:
@@ -214,7 +214,7 @@ class Pipeline:
         reached = logp_new if self.leads_to_new else logp_ref
         return penalty_weight(logp_new, reached, corrected.weight, corrected.mask, cap=cap)
 
-    @torch.no_grad()
+    @no_grad
     def state_weight(self, corrected: Corrected) -> Tensor:
         """Weight [B, T] of a term that sums over the vocabulary at each state (the full KL): 0 for
         a token of weight 0 or off the mask, else 1.
@@ -350,7 +350,7 @@ class StratifiedPipeline(Pipeline):
             yield labels, (kinds >= first) & (kinds < first + len(labels)), pipeline
             first += len(labels)
 
-    @torch.no_grad()
+    @no_grad
     def penalty_weight(
         self, corrected: Corrected, logp_new: Tensor, logp_ref: Tensor, logp_inf: Tensor, cap: float
     ) -> Tensor:
@@ -360,7 +360,7 @@ class StratifiedPipeline(Pipeline):
             found[rows] = pipeline.penalty_weight(corrected.rows(rows), *logps, cap).to(found)
         return found
 
-    @torch.no_grad()
+    @no_grad
     def state_weight(self, corrected: Corrected) -> Tensor:
         found = torch.zeros_like(corrected.weight)
         for _, rows, pipeline in self._each(corrected.kinds):

@@ -10,7 +10,7 @@ from rlcore.corrections.numerics import total
 from rlcore.corrections.pipeline import Pipeline, build, present_kinds
 from rlcore.corrections.specs import Shadow, Stratum
 from rlcore.interfaces import Corrected, Reduce
-from rlcore.lazy import torch
+from rlcore.lazy import no_grad, torch
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import refuse
 from rlcore.types import StepTensors, at_kind
@@ -54,7 +54,7 @@ def refuse_further_needs(
         )
 
 
-@torch.no_grad()
+@no_grad
 def shadow_metrics(
     shadows: Mapping[str, Pipeline],
     step: StepTensors,

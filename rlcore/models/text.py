@@ -21,19 +21,36 @@ if TYPE_CHECKING:
 
 def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer of a local model folder. Raises UserError, naming `key`, if there is none."""
-    from transformers import AutoTokenizer
-
     if not Path(path).is_dir():
         raise UserError(
             f"{key}={path} is not a folder: give a local Hugging Face model folder, or OWNER/NAME "
             "of a model in the local cache (hf download OWNER/NAME puts it there)."
         )
     try:
+        if _is_of_fresh_model(Path(path)):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as e:
         raise UserError(
             f"{key}={path} holds no readable tokenizer: {str(e).splitlines()[0]}"
         ) from e
+
+
+def _is_of_fresh_model(folder: Path) -> bool:
+    """True for a tokenizer of characters (`fresh.py`). AutoTokenizer would find this class, too,
+    after importing torch and all models' configurations: four seconds of each process's start."""
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+        if named != "TokenizersBackend":
+            return False
+        kind = json.loads((folder / "tokenizer.json").read_text())["model"]["type"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False  # AutoTokenizer says what is wrong
+    return bool(kind == "WordLevel")
 
 
 def padding(tokenizer: Any) -> int:

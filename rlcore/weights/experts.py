@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
+from rlcore.lazy import torch
 
 _STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 _SINGLE = re.compile(

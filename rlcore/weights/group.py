@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rlcore.errors import DeadlineExceeded
 from rlcore.types import WeightManifest
 from rlcore.weights.arrival import FINISH, Arrival
-from rlcore.weights.deltas import Sending
+from rlcore.weights.sending import Receivers, Sending
 from rlcore.weights.stream import arriving, in_order
 
 
@@ -68,24 +68,6 @@ def _is_loopback(host: str) -> bool:
 Pairs = Iterable[tuple[str, torch.Tensor]]
 # the tensors of one buffer: (name, shape, first byte)
 _Part = list[tuple[str, tuple[int, ...], int]]
-
-
-class Receivers(ABC):
-    """The processes that a publication goes to. All have stopped for it."""
-
-    @property
-    @abstractmethod
-    def members(self) -> Sequence[str]:
-        """One name a process; a replacement has another."""
-
-    @property
-    @abstractmethod
-    def ranks(self) -> Sequence[int]:
-        """Processes that hold the model of each."""
-
-    @abstractmethod
-    def start(self, verb: str, payloads: Sequence[Any]) -> Callable[[], None]:
-        """Ask each one (`Arrival.ask`); the function returned waits for all answers."""
 
 
 class GroupSender(ABC):

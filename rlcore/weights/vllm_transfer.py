@@ -23,8 +23,9 @@ from vllm.distributed.weight_transfer.sparse_nccl_engine import (
 from rlcore.errors import UserError
 from rlcore.types import WeightManifest
 from rlcore.weights.arrival import FINISH, PATCHES
-from rlcore.weights.deltas import Sending, changed_entries
-from rlcore.weights.group import GroupSender, Receivers
+from rlcore.weights.deltas import changed_entries
+from rlcore.weights.group import GroupSender
+from rlcore.weights.sending import Receivers, Sending
 from rlcore.weights.stream import in_order
 
 Pairs = Iterable[tuple[str, torch.Tensor]]

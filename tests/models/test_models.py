@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
@@ -55,6 +58,28 @@ def test_a_tokenizers_chat_template_is_used(tmp_path):
     assert text("auto", None) == "<user>1+1?<a>"
     assert text("off", None) == "1+1?"
     assert text("off", "my") == "my\n1+1?"
+
+
+def test_a_tokenizer_of_characters_is_read_without_auto_tokenizer(tmp_path, monkeypatch):
+    """To the same end, but without the import of torch."""
+    build_char_tokenizer("01+").save_pretrained(tmp_path / "chars")
+    words = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    asked = []
+
+    def auto(path, **words):
+        asked.append(Path(path).name)
+        return found(path, **words)
+
+    found = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", auto)
+    light, usual = load_tokenizer(tmp_path / "chars"), found(tmp_path / "chars")
+    assert asked == [] and type(light) is type(usual)
+    assert light.get_vocab() == usual.get_vocab() and light.special_tokens_map
+    assert light.special_tokens_map == usual.special_tokens_map
+    assert light.decode(light.encode("1+0")) == usual.decode(usual.encode("1+0")) == "1+0"
+    load_tokenizer(tmp_path / "words")
+    assert asked == ["words"]
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):

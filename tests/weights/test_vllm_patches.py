@@ -11,8 +11,8 @@ from transfer_ends import Engine, Receivers, ports, weights
 
 from rlcore.errors import UserError
 from rlcore.types import WeightManifest
-from rlcore.weights.deltas import changed_share, sent_bytes
 from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums
+from rlcore.weights.sending import changed_share, sent_bytes
 from rlcore.weights.vllm_transfer import PatchSender, VllmSender
 
 pytestmark = pytest.mark.usefixtures("cpu")

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from rlcore.types import WeightManifest
-from rlcore.weights.deltas import DeltaTransport, changed_entries, changed_share, sent_bytes
+from rlcore.weights.deltas import DeltaTransport, changed_entries
 from rlcore.weights.manifest import ArrivalError, make_manifest
+from rlcore.weights.sending import changed_share, sent_bytes
 
 
 class Store:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -23,8 +23,10 @@ from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.references import ShardLost
 from rlcore.serialization import StoredGroup, load_group
 from rlcore.types import POLICY, Group, WeightManifest
-from rlcore.weights.deltas import Sending
-from rlcore.weights.group import GroupSender, Receivers
+from rlcore.weights.sending import Receivers, Sending
+
+if TYPE_CHECKING:
+    from rlcore.weights.group import GroupSender
 
 Job = Callable[[], object]
 

@@ -27,8 +27,7 @@ from rlcore.loop.role_protocols import (
 )
 from rlcore.types import POLICY, WeightManifest
 from rlcore.weights.adapters import InParts, together
-from rlcore.weights.deltas import changed_share, sent_bytes
-from rlcore.weights.group import Receivers
+from rlcore.weights.sending import Receivers, changed_share, sent_bytes
 
 Share = TypeVar("Share")
 KEY = "schedule.step_timeout_s"
