@@ -75,7 +75,7 @@ COLOURS = {
 def write_page(name: str, study: Study, lines: Sequence[Line], digest: str) -> None:
     """Replace what stands between the markers of the study's page, and its figure."""
     replace_block(PAGES / f"{name}.md", results(name, study, lines, digest))
-    if any("arm" in line for line in lines):
+    if compared(study, lines, compared_size(study, lines)):
         draw(PAGES / f"{name}.svg", study, lines)
 
 
@@ -100,7 +100,8 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
             timed=study.timed,
             against=study.against,
         )
-        parts += [f"![Accuracy over steps and over sizes]({name}.svg)"]
+        if compared(study, lines, compared_size(study, lines)):  # else too few seeds
+            parts.append(f"![Accuracy over steps and over sizes]({name}.svg)")
         parts += [table(shown)] if shown else []
         if study.held is not None:
             arms = dict.fromkeys(line["arm"] for line in made)
