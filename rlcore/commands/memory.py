@@ -241,6 +241,7 @@ def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float,
     if teacher.kind == "engine" and teacher.engine.num_gpus and teacher.path is not None:
         own = _folder(teacher.path) or sizes
         held = actor_rank(own, teacher.engine.actor, bucket_bytes=0, max_len=config.model.max_len)
+        del held["arriving weights"]  # its weights stay
         yield "teacher.engine rank", teacher.engine.gpu_memory_utilization, held
     for label, actor in config.actor.items():
         if actor.num_gpus and actor.kind != "draft":

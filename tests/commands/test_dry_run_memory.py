@@ -226,7 +226,11 @@ def test_the_engine_of_a_teacher_has_a_gpu_of_its_own_and_its_memory(tmp_path, c
     assert "16 GPUs" in gpus[0] and "17 GPUs" in more[0]
     line = next(x for x in said.splitlines() if "teacher.engine rank:" in x)
     assert "weights 3.2" in line  # 1.72e9 parameters in bfloat16, in GiB
-    assert main([*engine, f"teacher.path={tmp_path / 'm'}"]) == 0  # 61 of 67 GiB
+    assert "arriving weights" not in line
+    large = [*engine, f"teacher.path={tmp_path / 'm'}"]
+    assert main(large) == 2  # 61 of 55 GiB
+    assert "raise teacher.engine.tensor_parallel" in capsys.readouterr().err
+    assert main([*large, "teacher.engine.tensor_parallel=2"]) == 0
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path, capsys, no_cluster):
