@@ -1,12 +1,19 @@
-"""A wheel is the whole program: outside a checkout it composes runs and renders jobs."""
+"""A wheel is the whole program: outside a checkout it composes runs and renders jobs, and with the
+lock it needs nothing else."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
+from run_documented import blocks
+from test_locks import lock
 from timing import deadline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,26 +44,26 @@ def run(*command, cwd, **env):
     return done.stdout
 
 
-@pytest.mark.processes
-def test_a_wheel_runs_outside_a_checkout(tmp_path):
-    source, site = tmp_path / "source", tmp_path / "site"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built as `make wheel` does, from a copy that is gone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
     for name in BUILT_FROM:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    build = [
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-    ]  # as `make wheel`
-    run(*build, tmp_path, source, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("rlcore-*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
+    run(*build, folder, source, cwd=folder)
     shutil.rmtree(source)
+    (found,) = folder.glob("rlcore-*.whl")
+    return found
+
+
+@pytest.mark.processes
+def test_a_wheel_runs_outside_a_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
     words = ["train", "experiment=quickstart", "dry_run=true", f"run_dir={tmp_path / 'run'}"]
     told = run("-c", MAIN, *words, cwd=tmp_path, PYTHONPATH=str(site), PATH="/usr/bin:/bin")
     assert told.splitlines()[0] == str(site / "rlcore") and "64 prompts x 8 samples" in told
@@ -64,3 +71,57 @@ def test_a_wheel_runs_outside_a_checkout(tmp_path):
     folders = (ROOT / name for name in ("configs", "launchers"))
     here = {p.relative_to(ROOT) for folder in folders for p in folder.rglob("*.*")}
     assert shipped == here
+
+
+def link(names, site):
+    """Put the packages that are installed here into another environment's folder of packages."""
+    for name in names:
+        for path in distribution(name).files:
+            if ".." in path.parts:  # a program of bin/
+                continue
+            (site / path).parent.mkdir(parents=True, exist_ok=True)
+            if not (site / path).exists():
+                os.link(path.locate(), site / path)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_the_documented_command_installs_the_program(wheel, tmp_path):
+    """Into a new environment, to which the packages of the lock are linked instead of downloaded:
+    nothing of the tests or of an extra is in it."""
+    (command,) = [b for b in blocks("docs/index.md") if "-r requirements/cpu.lock" in b.text]
+    made, work = tmp_path / "venv", tmp_path / "work"
+    # not ensurepip's: it brings a setuptools of its own
+    run("-m", "venv", "--without-pip", made, cwd=tmp_path, **os.environ)
+    (site,) = made.glob("lib/python*/site-packages")
+    for folder, file in (("requirements", ROOT / "requirements/cpu.lock"), ("dist", wheel)):
+        (work / folder).mkdir(parents=True)
+        shutil.copy(file, work / folder)
+    try:
+        link({"pip", *lock("cpu")}, site)
+        env = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+        env |= {"PATH": f"{made}/bin:/usr/bin:/bin", "PIP_NO_INDEX": "1", "PYTHONNOUSERSITE": "1"}
+
+        def shell(line, code=0):
+            done = subprocess.run(
+                ["bash", "-c", f'pip() {{ python -m pip "$@"; }}\n{line}'],
+                cwd=work,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=deadline(240),
+            )
+            assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+            return done.stdout + done.stderr
+
+        shell(command.text)
+        listed = json.loads(shell("pip list --format json"))
+        names = {canonicalize_name(package["name"]) for package in listed}
+        assert names - lock("cpu").keys() == {"pip", "rlcore"}
+        words = "rlcore train experiment=quickstart run_dir=run dry_run=true"
+        assert "the package wandb is not installed" in shell(words)
+        assert "needs the package wandb" in shell(f"{words} logging.wandb=offline", 2)
+        assert "needs the package gguf" in shell("rlcore fetch name=smollm2-135m out=m", 2)
+    finally:
+        shutil.rmtree(made)
