@@ -115,8 +115,8 @@ def absolute(kinds: Rates, share: float) -> float:
 
 
 def relative(kinds: Rates, share: float) -> float:
-    """The same over the tokens that an actor-second of the matched kind gives: the speed of the
-    machine cancels, on which the advised shares do not depend either."""
+    """Effective tokens for each token that an actor-second of the matched kind gives: the speed of
+    the machine cancels, on which the advised shares do not depend either."""
     return absolute(kinds, share) / kinds["bf16"].tokens
 
 
