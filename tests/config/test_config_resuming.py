@@ -80,7 +80,7 @@ FREE = {
     "learner": (
         "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas eps weight_decay grad_clip "
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
-        "dtype micro_batch_tokens layout share_prefix attention gradient_checkpointing "
+        "dtype micro_batch_tokens layout share_prefix attention layers gradient_checkpointing "
         "head_chunk_tokens fp32_head overlap_comm ref_pass activation_cache_mib port "
         "offload_while_sampling max_threads train_sparse round_as"
     ),
