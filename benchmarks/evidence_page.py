@@ -63,6 +63,8 @@ COLOURS = {
     "asynchronous": "C5",
     "round_as": "C2",
     "distillsparse": "C4",
+    "distilled": "C4",
+    "both": "C6",
     "distillsparse, 8 of 12": "C6",
     "training-free": "C2",
     "k=20, lambda=1, C1=3": "C2",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from rlcore.cluster.calls import DEAD, kill
 from rlcore.errors import RoleLost
@@ -51,18 +51,13 @@ class TeacherActor:
             self._engine = start_teacher(self._job)
         return os.getpid()
 
-    def score(
-        self, given: Sequence[GivenTokens], until: float
-    ) -> tuple[list[TeacherAnswer | None], float]:
-        """Of each record, and the seconds of the whole; None of one that the engine does not take,
-        or of all once nobody waits any more. `until`: by the wall clock, since callers may be on
-        other nodes."""
+    def score(self, given: Sequence[GivenTokens]) -> tuple[list[TeacherAnswer | None], float]:
+        """Scores by record, None for one that the engine refuses, and the seconds that all took."""
         self._since = time.monotonic()
         try:
             self.start()
             self._since = start = time.monotonic()
-            late = time.time() > until
-            answers = [None] * len(given) if late else self._engine.score(given)
+            answers = self._engine.score(given)
         except Exception as e:  # any error of the engine: the driver has the process replaced
             self._error = f"{type(e).__name__}: {e}"
             raise
@@ -159,17 +154,20 @@ class TeacherOutlet:
 
     def __call__(self, records: Sequence[Trajectory]) -> None:
         """Add a teacher's scores to the records' extras, in place."""
-        end, until = time.monotonic() + self.timeout_s, time.time() + self.timeout_s
+        end = time.monotonic() + self.timeout_s
         calls = []
         for chunk in _chunks([t for t in records if len(t.logp_inf)]):
             handle = self.handles[self._turn % len(self.handles)]
             self._turn += 1
             given = [(t.token_ids, t.sampled) for t in chunk]
-            calls.append((chunk, handle.score.remote(given, until)))
+            calls.append((chunk, handle.score.remote(given)))
         for chunk, ref in calls:
             try:
                 answers, seconds = ray.get(ref, timeout=max(0.0, end - time.monotonic()))
-            except RayError:  # late, failed or dead: the driver's watch has engines replaced
+            except GetTimeoutError:
+                ray.cancel(ref)  # an engine with calls that wait does not compute this one
+                continue
+            except RayError:  # failed or dead: the driver's watch has engines replaced
                 continue
             for record, answer in zip(chunk, answers):
                 if answer is not None:

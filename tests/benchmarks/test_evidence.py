@@ -90,7 +90,7 @@ def test_a_stopped_study_goes_on_with_what_is_missing(tmp_path, monkeypatch):
         ran.append((job.arm, job.size, job.seed))
         return line(job.arm, job.size, job.seed, 0.8 if job.arm == "matched" else 0.5)
 
-    monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", replace(TINY, seeds=(0, 1, 2)))
     monkeypatch.setattr(evidence, "run", run)
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     monkeypatch.setattr(evidence, "CLAIMS", tmp_path / "claims")
@@ -101,7 +101,7 @@ def test_a_stopped_study_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot"])
     evidence.main()
     evidence.main()
-    assert len(ran) == len(set(ran)) == 5 + 2 + 2 and ("matched", "1", 0) not in ran
+    assert len(ran) == len(set(ran)) == 8 + 3 + 3 and ("matched", "1", 0) not in ran
     written = (tmp_path / "jackpot.md").read_text()
     assert "Chosen by the sweep: H = 2." in written and "old\n" not in written
     assert written.startswith("text\n") and written.endswith("more\n")

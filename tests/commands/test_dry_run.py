@@ -238,9 +238,6 @@ def test_words_of_a_forecast_that_do_not_fit_a_dry_run_are_refused(capsys):
     assert "actors=1,2 is not a key of rlcore train: it is a key of rlcore plan" in refused(
         capsys, "run_dir=x", "gpu=h100", "actors=1,2"
     )
-    assert "environment= cannot be planned" in refused(
-        capsys, "run_dir=x", "gpu=h100", "task=higher_lower", "environment=higher_lower"
-    )
 
 
 def test_the_held_out_prompts_that_an_evaluation_uses_are_counted(tmp_path, capsys):

@@ -179,7 +179,7 @@ def test_no_process_of_a_cluster_without_a_head_is_waited_for(lost, monkeypatch)
     session = processes.Session.__new__(processes.Session)
     session._config = run("cluster.address=head:6379")
     session.scorer, session.buffer = graders, buffer
-    session.beside = session.fleet = session.learner = session.shards = None
+    session.beside = session.fleet = session.learner = session.shards = session.teacher = None
     monkeypatch.setattr(processes, "joined_head_lost", lambda address: lost)
     session.close()
     assert ended == ([] if lost else ["closed", "killed"])

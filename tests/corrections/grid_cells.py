@@ -149,10 +149,15 @@ def switches(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def fleets(loss: str, *, every: bool = False) -> Iterator[Cell]:
-    """Every second list beside another one, of a second kind of actors, or with `every` all beside
-    all that validation accepts; in turn over all means, steps and estimators."""
+    """Half of the lists, the other half for the next loss, each beside another list of a second
+    kind of actors; with `every` all beside all that validation accepts. In turn over all means,
+    steps and estimators."""
     known = list(lists())
-    for i, chosen in enumerate(known if every else known[::2]):
+    if not every:  # to validate what is refused by itself takes most of the time
+        plain = (AGGREGATIONS[0], False, ESTIMATORS[0])
+        known = [chosen for chosen in known if not refusal(Cell(chosen, loss, *plain))]
+    first = list(LOSS_SETTINGS).index(loss) % 2
+    for i, chosen in enumerate(known if every else known[first::2]):
         for j in range(len(known)):
             second = known[(3 * i + j + 1) % len(known)]
             term = ESTIMATORS[(i + j) % len(ESTIMATORS)]

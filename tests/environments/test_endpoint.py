@@ -372,7 +372,7 @@ def session():
     server.close()
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(sorted(FORMS)), BODIES)
 def test_whatever_a_program_sends_is_answered_and_the_endpoint_goes_on(session, path, body):
     link = http.client.HTTPConnection("127.0.0.1", session.server_port, timeout=deadline(60))
