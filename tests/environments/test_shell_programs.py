@@ -200,7 +200,7 @@ WRONG = ["no file at all", "while True:\n    break\n", "def double(x):\n    retu
 def test_the_documented_repository_is_repaired_in_a_container(
     container, tmp_path, answers, reward, calls
 ):
-    section = PAGE.read_text().partition("### A repository to repair")[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition("### A repository to repair")[2].partition("\n##")[0]
     agent, grader = re.findall(r"```python\n(import.*?|def grade.*?)\n```\n", section, re.S)
     (tmp_path / "agent.py").write_text(agent)
     (tmp_path / "grade.py").write_text(grader)
