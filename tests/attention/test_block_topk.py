@@ -28,6 +28,22 @@ def defined(scores: list[float], pages: int, budget: int) -> list[int]:
     return sorted([*always, *rest[: budget - len(always)]])
 
 
+def test_minus_zero_ties_with_zero() -> None:
+    """The older page is kept, whichever of the two zeros it has."""
+    for middle in ([-0.0, 0.0], [0.0, -0.0]):
+        scores = torch.tensor([1.0, *middle, 1.0])
+        kept = select_pages(scores, torch.tensor(4), torch.tensor(3), 3)
+        assert kept.tolist() == [0, 1, 3]
+
+
+def test_a_page_s_summary_is_one_that_an_engine_stores() -> None:
+    keys = torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    summaries = page_summaries(keys)
+    assert summaries.dtype == torch.float32
+    assert torch.equal(summaries, summaries.bfloat16().float())
+    torch.testing.assert_close(summaries, keys.float().mean(1), rtol=0.01, atol=1e-3)
+
+
 # few values, so that equal scores are common; the two zeros are equal too
 SCORES = st.lists(
     st.sampled_from([-3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, 2.0000002, 7e30]), min_size=1, max_size=12

@@ -43,6 +43,16 @@ def test_statistics_of_arrivals_do_not_depend_on_their_order():
     assert first["buffer/arrived_reward_std"] == pytest.approx(deviation, rel=1e-15)
 
 
+def test_equal_rewards_count_once_each():
+    buffer = make_buffer(3, 1)
+    buffer.admit([PROMPT] * 3)
+    for group, reward in enumerate((1.0, 1.0, 0.0)):
+        deliver(buffer, sample(group, 0, reward=reward))
+    found = store.metrics(buffer)
+    assert found["buffer/arrived_reward_mean"] == pytest.approx(2 / 3)
+    assert found["buffer/arrived_reward_std"] == pytest.approx(math.sqrt(2) / 3)
+
+
 @pytest.mark.parametrize("at", [0, 1, 5, len(REWARDS)])
 def test_they_go_on_after_a_checkpoint_as_if_there_had_been_none(at, tmp_path):
     whole, stopped, resumed = admitted(), admitted(), admitted()

@@ -443,6 +443,16 @@ def test_the_group_that_is_shown_whole_is_one_whose_rewards_differ():
     assert [e.score.group_id for e in buffer.peek(0, 1)] == [1, 1]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_of_every_task_are_shown(seed):
+    buffer = make_buffer(4, 2, max_staleness=0, keep_samples=2, run_seed=seed)
+    buffer.admit([PROMPT] * 3 + ["sums/train/0"])
+    fill(buffer, range(3), 2)
+    fill(buffer, [3], 2, prompt_id="sums/train/0")
+    buffer.take(0)
+    assert {e.score.group_id == 3 for e in buffer.peek(0, 2)} == {True, False}
+
+
 def test_which_samples_are_shown_depends_on_the_run_and_the_step():
     def shown(run_seed, step):
         buffer = make_buffer(40, 1, max_staleness=2, run_seed=run_seed)

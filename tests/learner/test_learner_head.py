@@ -353,6 +353,7 @@ def test_the_kl_of_an_fp32_head_is_that_of_the_float32_product():
         (0, 1024, [0]),  # a rank without positions takes part in the pass
         (50, 1024, [50]),
         (600, 1024, [75] * 8),
+        (601, 1024, [76] * 7 + [69]),
         (100, 1024, [64, 36]),  # an eighth would be too few
         (100, 32, [32, 32, 32, 4]),  # unless fewer are asked for
         (9000, 1024, [1024] * 8 + [808]),

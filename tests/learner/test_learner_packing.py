@@ -85,6 +85,13 @@ def test_the_parts_of_an_episode_share_a_micro_batch(shape, budget, layout):
     assert len(places) == len(set(places))
 
 
+@pytest.mark.parametrize("layout", ["sorted", "packed"])
+def test_a_micro_batch_is_filled_up_to_its_budget(layout):
+    episodes = _single([(2, 3)] * 4)
+    (one,) = pack(episodes[:1], 100, layout)
+    assert [len(mb.episodes) for mb in pack(episodes, 2 * one.tokens, layout)] == [2, 2]
+
+
 def test_what_comes_after_the_last_sampled_token_is_no_input():
     sequence = TokenSequence(np.array([5, 6, 7, 8, 9]), np.array([0, 1, 0, 0, 0], bool))
     (mb,) = pack([(sequence,)], 100, "packed")

@@ -364,6 +364,11 @@ def test_a_call_for_its_effect_changes_its_arguments(sandbox):
     refused(sandbox, ANYTHING + "def f(xs, d):\n    xs[:] = [Anything()] * 3", tests)
 
 
+def test_what_is_inside_a_changed_argument_stays_the_object_that_it_was(sandbox):
+    tests = "row = [1]\ngrid = [row]\nf(grid)\nrow.append(3)\nassert grid == [[2, 3]]"
+    assert run(sandbox, "def f(grid): grid[0][0] = 2", tests).passed
+
+
 def test_names_of_the_preamble_do_not_stand_in_for_the_program(sandbox):
     tests = "assert gcd(12, 18) == 6"
     assert names_under_test(tests, "", sandbox.names) == ["gcd"]
