@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
@@ -145,7 +146,8 @@ class TeacherOutlet:
     """Has records scored on their way to the buffer. One thread calls it.
 
     Records that no engine has scored by the deadline go on without a teacher, and so do those whose
-    engine fails, or dies twice under them.
+    engine fails, or dies twice under them. A record of which a log-prob is no number has no teacher
+    either: one NaN would be the loss of a whole step.
     """
 
     handles: Sequence[Any]
@@ -170,9 +172,15 @@ class TeacherOutlet:
             except RayError:  # failed or dead: the driver's watch has engines replaced
                 continue
             for record, answer in zip(chunk, answers):
-                if answer is not None:
+                if answer is not None and _numbers(answer):
                     record.timings[TEACHER_S] = seconds / len(chunk)
                     record.extras |= dict(zip(TEACHER, answer))
+
+
+def _numbers(answer: TeacherAnswer) -> bool:
+    """-inf is one: a likeliest token beyond those that can be sampled."""
+    _, logp_at, logp = answer
+    return bool(np.isfinite(logp).all() and not np.isnan(logp_at).any())
 
 
 def _chunks(records: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:

@@ -96,7 +96,7 @@ def check_teacher(c: RunConfig) -> None:
     refuse(
         c.algorithm.reward_weight == 0 and not c.teacher.used,
         "algorithm.reward_weight=0 leaves nothing to learn from without a teacher: use "
-        "teacher=frozen, previous or policy, or a weight above 0.",
+        "teacher=frozen, previous, policy or engine, or a weight above 0.",
     )
     if not c.teacher.used:
         return

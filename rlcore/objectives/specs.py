@@ -260,7 +260,7 @@ class TeacherSpec(Spec):
             refuse(
                 bool(getattr(self, name)) and self.kind not in kinds,
                 f"{key}.{name} names a model that {key}.kind={self.kind} does not have: use "
-                f"{key}=frozen, or leave it out.",
+                f"{key}={' or '.join(kinds)}, or leave it out.",
             )
         self._check_engine(key)
         refuse(

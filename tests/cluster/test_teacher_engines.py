@@ -30,8 +30,8 @@ def answer(given: Any) -> tuple[np.ndarray, ...]:
 class Engine:
     """A handle of a process that answers, takes no record that ends with 0, or raises."""
 
-    def __init__(self, fault: Exception | None = None) -> None:
-        self.fault = fault
+    def __init__(self, fault: Exception | None = None, answer: Any = answer) -> None:
+        self.fault, self.answer = fault, answer
         self.asked: list[int] = []
         self.states: list[Any] = []  # answers to heartbeats; an exception is raised
         self.score = SimpleNamespace(remote=self._score)
@@ -39,7 +39,7 @@ class Engine:
 
     def _score(self, given: Any) -> Any:
         self.asked.append(len(given))
-        answers = [None if ids[-1] == 0 else answer((ids, on)) for ids, on in given]
+        answers = [None if ids[-1] == 0 else self.answer((ids, on)) for ids, on in given]
         return self.fault or (answers, 0.5 * len(given))
 
 
@@ -91,6 +91,20 @@ def test_a_record_that_the_engine_does_not_take_goes_on_without_scores(killed) -
     sent = [*records(1, last=0), *records(1)]
     TeacherOutlet([Engine()], 5.0)(sent)
     assert [TEACHER[0] in t.extras for t in sent] == [False, True]
+
+
+def test_a_log_prob_that_is_no_number_costs_its_record_alone(killed) -> None:
+    def odd(given: Any) -> tuple[np.ndarray, ...]:
+        ids, logp_at, logp = answer(given)
+        return (
+            ids,
+            logp_at + (np.nan if ids[-1] == 8 else 0),
+            logp + (np.inf if ids[-1] == 9 else 0),
+        )
+
+    sent = [*records(1, last=8), *records(1, last=9), *records(1)]
+    TeacherOutlet([Engine(answer=odd)], 5.0)(sent)
+    assert [TEACHER[0] in t.extras for t in sent] == [False, False, True]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda e: type(e).__name__)

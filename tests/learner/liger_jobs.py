@@ -44,7 +44,7 @@ def trained(model: str, layers: str) -> dict[str, dict[str, torch.Tensor]]:
     """The weights after two steps of each case."""
     found = {}
     for name, settings in CASES.items():
-        # not on GPUs here: what is refused in a configuration is refused for want of one
+        # a job is not validated: on a CPU a configuration with layers=liger is refused
         job = make_job(model, layers=layers, lr=1e-2, share_prefix="off", **settings)
         rank = LearnerRank(job, make_place(0, 1, 0))
         for step in range(2):
