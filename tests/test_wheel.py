@@ -123,5 +123,8 @@ def test_the_documented_command_installs_the_program(wheel, tmp_path):
         assert "the package wandb is not installed" in shell(words)
         assert "needs the package wandb" in shell(f"{words} logging.wandb=offline", 2)
         assert "needs the package gguf" in shell("rlcore fetch name=smollm2-135m out=m", 2)
+        short = "schedule.steps=1 model.warmup.steps=2 evaluation.prompts=8 logging=quiet"
+        shell(f"rlcore train experiment=quickstart run_dir=run {short} model.warmup.cache_dir=kept")
+        assert len((work / "run/metrics.jsonl").read_text().splitlines()) == 1
     finally:
         shutil.rmtree(made)
