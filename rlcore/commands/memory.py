@@ -238,8 +238,9 @@ def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float,
     if learner.num_gpus:
         yield "learner rank", learner.num_gpus, _rank(config, sizes)
     teacher = config.teacher
-    if teacher.kind == "engine" and teacher.engine.num_gpus and teacher.path is not None:
-        own = _folder(teacher.path) or sizes
+    if teacher.kind == "engine" and teacher.engine.num_gpus:
+        path = config.teacher_folder
+        own = sizes if path is None else _folder(path) or sizes
         held = actor_rank(own, teacher.engine.actor, bucket_bytes=0, max_len=config.model.max_len)
         del held["arriving weights"]  # its weights stay
         yield "teacher.engine rank", teacher.engine.gpu_memory_utilization, held

@@ -338,15 +338,15 @@ def work_beside(config: RunConfig, policy: Shape) -> Beside:
 
 def _scores_per_s(config: RunConfig, gpu: Gpu) -> float | None:
     """Tokens a second that one engine of the teacher scores; None: it has none."""
-    spec = config.teacher
-    if spec.kind != "engine" or spec.path is None:
+    spec, folder = config.teacher, config.teacher_folder
+    if spec.kind != "engine" or folder is None:
         return None
     refuse(
         not spec.engine.num_gpus,
         "teacher.engine.num_gpus=0 scores on CPUs, of which gpu= knows no rate: set 1, or give "
         "rates=FILE, of a run with such an engine.",
     )
-    shape = Shape.of(read_config(spec.path), folder_parameters(spec.path))
+    shape = Shape.of(read_config(folder), folder_parameters(folder))
     engine = EngineShape(spec.engine.tensor_parallel)
     return actor_rates(gpu, shape, engine, context=config.model.max_len).prefill_tokens_per_s
 

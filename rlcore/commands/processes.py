@@ -293,12 +293,12 @@ def engine_job(
 
 def teacher_job(config: RunConfig) -> EngineJob:
     """The engine of a teacher that is no model of the learner's."""
-    spec = config.teacher
-    assert spec.path is not None and spec.top_k is not None
+    spec, folder = config.teacher, config.teacher_folder
+    assert folder is not None and spec.top_k is not None
     return EngineJob(
         actor=spec.engine.actor,
         actor_id="teacher",
-        model_path=spec.path,
+        model_path=folder,
         max_len=config.model.max_len,
         logprobs_k=spec.top_k,
     )

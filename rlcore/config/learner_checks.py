@@ -157,8 +157,16 @@ def _sampled(c: RunConfig) -> None:
 
 
 def _engine(c: RunConfig) -> None:
-    """An engine scores at temperature 1, has resources of its own, and is asked before a sample
-    counts as lost."""
+    """An engine has a model that stays as it is, scores at temperature 1, has resources of its own,
+    and is asked before a sample counts as lost."""
+    label = c.teacher.actor
+    own = [name for name, actor in c.actor.items() if actor.kind == "draft"]
+    refuse(
+        label is not None and label not in own,
+        f"teacher.actor={label} is no draft actor of the run, which has "
+        f"{', '.join(own) or 'none'}: only a draft has a model of its own; the policy teaches "
+        "itself with teacher=policy or previous.",
+    )
     for name in c.tasks:
         key = c.task_key(name) if c.mixed else "rollout"
         temperature = c.rollout_of(name).temperature

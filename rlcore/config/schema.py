@@ -381,6 +381,13 @@ class RunConfig(Spec):
         found = {label: self.environment_of(label) for label in self.tasks}
         return {label: spec for label, spec in found.items() if spec.played}
 
+    @property
+    def teacher_folder(self) -> str | None:
+        """The folder of the one model that a teacher is; None: it has none of its own, one a task,
+        or that of a draft actor whose model is not made yet."""
+        label = self.teacher.actor
+        return self.teacher.path if label is None else self.actor[label].draft_path
+
     def most_sampled(self, label: str) -> int:
         """Tokens that the model samples in an episode of a training task, at most."""
         turns = self.played[label].max_turns if label in self.played else 1

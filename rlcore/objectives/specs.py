@@ -207,6 +207,9 @@ class TeacherSpec(Spec):
     paths: dict[str, str] = setting(
         default_factory=dict, meaning="kind=frozen: folders by task, in the place of path"
     )
+    actor: str | None = setting(
+        None, "kind=engine: in the place of path, the draft actor whose model it is, by its label"
+    )
     refresh_steps: int = setting(
         20, "kind=previous: it becomes the policy of the moment after so many", unit="steps", gt=0
     )
@@ -237,7 +240,11 @@ class TeacherSpec(Spec):
     def _check_engine(self, key: str) -> None:
         if self.kind != "engine":
             return
-        refuse(self.path is None, f"{key}.kind=engine needs a model: give {key}.path.")
+        refuse(
+            (self.path is None) == (self.actor is None),
+            f"{key}.kind=engine needs one model: give either {key}.path, a folder, or {key}.actor, "
+            "a draft actor.",
+        )
         refuse(
             self.context != "none",
             f"{key}.context={self.context} is known when a group is whole, and {key}.kind=engine "
@@ -255,7 +262,7 @@ class TeacherSpec(Spec):
         return self.kind != "none"
 
     def check(self, key: str) -> None:
-        owners = {"path": ("frozen", "engine"), "paths": ("frozen",)}
+        owners = {"path": ("frozen", "engine"), "paths": ("frozen",), "actor": ("engine",)}
         for name, kinds in owners.items():
             refuse(
                 bool(getattr(self, name)) and self.kind not in kinds,

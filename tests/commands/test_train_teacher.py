@@ -55,6 +55,21 @@ def test_a_frozen_teacher_in_the_learner_and_one_in_an_engine(
     assert all(r["time/teacher_engine_s"] > 0 for r in found["engine"])
 
 
+def test_a_draft_that_samples_teaches_as_its_folder_does(
+    finished, small, warmed_up, tmp_path
+) -> None:
+    """Two engines of the draft's model give the steps of one that has the folder by its path."""
+    fleet = ("actor=[bf16,draft]", f"actor.draft.draft_path={warmed_up}", "schedule.steps=3")
+    words = ("train", *small, *ON_POLICY, *fleet, "model.warmup=null", "teacher=engine")
+    named, given = tmp_path / "named", tmp_path / "given"
+    finished(*words, "teacher.actor=draft", "teacher.engine.count=2", f"run_dir={named}")
+    finished(*words, f"teacher.path={warmed_up}", f"run_dir={given}")
+    found = rows(named)
+    assert [without_times(r) for r in found] == [without_times(r) for r in rows(given)]
+    assert all(r["teacher/token_share"] == 1.0 and r["teacher/divergence"] > 0 for r in found)
+    assert all(r["mismatch/kl_k3@draft"] > r["mismatch/kl_k3@bf16"] for r in found)
+
+
 def test_self_distillation_beside_rewards_resumes_exactly(finished, small, tmp_path) -> None:
     """The previous policy reads a better answer, and is refreshed between both parts."""
     beside = ("algorithm=grpo", "teacher=previous", "teacher.refresh_steps=3", "teacher.weight=0.1")

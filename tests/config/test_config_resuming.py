@@ -40,7 +40,8 @@ FREE = {
         "lr warmup_steps discount lam traces rho_cap c_cap clip whiten bootstrap lora.publish"
     ),
     "teacher": (
-        "kind path paths refresh_steps context divergence js_weight top_k tail ratio_cap weight"
+        "kind path paths actor refresh_steps context divergence js_weight top_k tail ratio_cap "
+        "weight"
     ),
     "actor.LABEL": (
         "rounding scales keep_high_precision precise_layers kind engine count dtype num_cpus "

@@ -8,6 +8,7 @@ from rlcore.errors import UserError
 SELF = ["algorithm=distill", "teacher=policy"]
 MODEL = ["algorithm=distill", "teacher=frozen", "teacher.path=folder"]
 ENGINE = ["algorithm=distill", "teacher=engine", "teacher.path=folder"]
+DRAFT = ["algorithm=distill", "teacher=engine", "actor=[bf16,draft]", "actor.draft.draft_path=d"]
 TURNS = ["schedule=on_policy", "schedule.colocated=true", "cluster.transport=object_store"]
 SAMPLED = "teacher.tail=sampled"
 REFUSED = [  # words; parts that the sentence must hold
@@ -45,6 +46,10 @@ REFUSED = [  # words; parts that the sentence must hold
         ["teacher.kind=frozen", "learner.round_as=bf16"],
     ),
     (["teacher=engine"], ["teacher.kind=engine", "teacher.path"]),
+    ([*ENGINE, "teacher.actor=bf16"], ["teacher.kind=engine", "either teacher.path"]),
+    ([*DRAFT, "teacher.actor=bf16"], ["teacher.actor=bf16", "has draft", "teacher=policy"]),
+    ([*ENGINE[:2], "teacher.actor=other"], ["teacher.actor=other", "has none"]),
+    ([*MODEL, "teacher.actor=draft"], ["teacher.actor", "teacher.kind=frozen"]),
     ([*ENGINE, "teacher.context=best"], ["context=best", "teacher.kind=engine"]),
     ([*ENGINE, "teacher.top_k=null"], ["top_k=null", "teacher.kind=engine"]),
     ([*ENGINE, "rollout.temperature=0.7"], ["rollout.temperature=0.7", "teacher=frozen"]),
@@ -80,12 +85,19 @@ def test_what_does_not_fit_a_teacher_is_refused_in_a_sentence(words, parts) -> N
         ["algorithm=grpo", "teacher=previous", "teacher.weight=0.1", "algorithm.kl_coef=0.01"],
         [*SELF, "environment=attempts", "task=arithmetic", "teacher.context=feedback"],
         [*ENGINE, "teacher.engine.count=2", SAMPLED, "correction=[tis]"],
+        [*DRAFT, "teacher.actor=draft"],
         [*MODEL, "learner=lora", "learner.zero_stage=3"],
     ],
     ids=lambda words: " ".join(words)[:60],
 )
 def test_combinations_that_are_accepted(words) -> None:
     assert _load(words).teacher.used
+
+
+def test_the_folder_of_a_draft_that_teaches_is_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _load([*DRAFT, "teacher.actor=draft"]).teacher_folder == str(tmp_path / "d")
+    assert _load(ENGINE).teacher_folder == str(tmp_path / "folder")
 
 
 def test_the_folders_of_teachers_are_absolute(tmp_path, monkeypatch) -> None:
