@@ -43,6 +43,7 @@ from rlcore.types import Answer
 from rlcore.weights.specs import GROUP_TRANSPORTS
 
 EPISODE_WORDS = ("turns", "given_tokens", "call_s")
+GPU_WORDS = ("shape", "prompt_tokens", "median_tokens", "spread", *EPISODE_WORDS)
 UNGRADED_S = 1e-9  # a grader's time for an episode that its environment has graded
 STEPS = 24  # optimizer steps that are simulated: enough for a steady state
 SPLIT_WORDS = ("gpus", "variants", "failures")  # of `plan_split`
@@ -146,6 +147,12 @@ def check_source(words: Mapping[str, str], config: RunConfig) -> None:
     """Raise UserError for rates that are missing, or are for another kind of run."""
     if ("rates" in words) == ("gpu" in words):
         raise UserError("A forecast takes either rates=FILE or gpu=NAME, and one of them.")
+    stray = next((word for word in GPU_WORDS if word in words and "rates" in words), None)
+    if stray is not None:
+        raise UserError(
+            f"{stray}={words[stray]} is for gpu=NAME: the file rates={words['rates']} has lengths "
+            "and episodes of its own. Change them there."
+        )
     refuse(
         "gpu" in words and config.bitwise,
         "bitwise=true cannot be planned by gpu=, which knows no time of its operations: give "
@@ -432,11 +439,7 @@ def episodes_of(config: RunConfig, words: Mapping[str, str]) -> EpisodeSpec | No
 
 def _check_episodes(config: RunConfig, rates: Rates, words: Mapping[str, str]) -> None:
     """Raise UserError for rates of turns and a run of answers, or the reverse."""
-    path, word = words["rates"], next((w for w in EPISODE_WORDS if w in words), None)
-    refuse(
-        word is not None,
-        f"{word}= is for gpu=NAME: the file rates={path} has episodes of its own. Change it there.",
-    )
+    path = words["rates"]
     refuse(
         bool(config.played) and rates.episodes is None,
         f"rates={path} has no episodes, whose turns environment= needs: add them, or measure a run "

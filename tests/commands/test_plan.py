@@ -77,7 +77,7 @@ def test_an_environment_is_planned_by_rates_of_its_turns(tmp_path, capsys):
     # 128 episodes of 16 groups, 16 at once, four calls each
     assert found["step_s"] == pytest.approx(8 * 4 * 0.1, rel=0.1) and found["graders_idle"] > 0.99
     assert main([*words, "turns=2"]) == 2
-    assert "turns= is for gpu=NAME" in capsys.readouterr().err
+    assert "turns=2 is for gpu=NAME" in capsys.readouterr().err
     assert main([*QUICK, f"rates={rates}"]) == 2
     assert "has episodes, and the run has no environment" in capsys.readouterr().err
 
@@ -113,6 +113,8 @@ def test_a_gpu_s_forecast_of_an_environment_takes_its_turns_from_the_words(tmp_p
     (["gpu=h100", "shape=qwen3-8b", "actors=1,x"], "actors=1,x is no list of numbers"),
     (["gpu=h100", "shape=qwen3-8b", "median_tokens=-1"], "median_tokens=-1 is no positive"),
     (["rates=/nowhere"], "rates=/nowhere cannot be read"),
+    (["rates=/nowhere", "shape=qwen3-8b"], "shape=qwen3-8b is for gpu=NAME"),
+    (["rates=/nowhere", "median_tokens=9"], "median_tokens=9 is for gpu=NAME"),
     (["gpu=h100", "task=[digits,arithmetic]"], "task=[digits,arithmetic] cannot be planned"),
     (["gpu=h100", "actor.bf16.rounding=int3", "learner.round_as=bf16"], "round_as=bf16 cannot be"),
     (["gpu=h100", "bitwise=true", "schedule=on_policy"], "bitwise=true cannot be planned"),
