@@ -8,7 +8,7 @@
 Calls are commands of less than 560 s each, the most valuable first, together below 1,800 s; each
 writes a file of its own, gpu_check_CALL.jsonl (`CALLS` has their parts, contexts and budgets):
 
-a        without engines: imports, kernel, flex, head, varlen, layer
+a        without engines: imports, kernel, flex, tree, head, varlen, layer
 b        loop, update
 c        sparse at 16K, bf16 at batch 64, experts, logprobs
 d        colocated, offload
@@ -26,6 +26,9 @@ varlen   torch's variable-length attention, and FlashAttention 4 of vLLM's wheel
 flex     the learner's sparse attention by FlexAttention, forward and backward, against masked SDPA
          by the same rule; milliseconds and memory of both and of dense attention, of one sequence
          and of 16
+tree     the learner's attention over a group's shared prompt by FlexAttention, forward and
+         backward, against gathered rows under SDPA; milliseconds and memory of both, and of
+         attention that computes the prompt for each answer
 layer    one layer of an 8B model at 16K positions, eager, with Liger's kernels and compiled:
          milliseconds, share of the card's peak, and how far outputs and gradients are apart
 model    writes a random-weight model of the shape, so that nothing is downloaded
@@ -115,7 +118,10 @@ class Call:
 LONGEST_CALL_S = 560.0
 CALLS = {
     "a": Call(
-        240, ("imports", "kernel", "flex", "head", "varlen", "layer"), (4096, 16384), (16, 64)
+        240,
+        ("imports", "kernel", "flex", "tree", "head", "varlen", "layer"),
+        (4096, 16384),
+        (16, 64),
     ),
     "b": Call(475, ("loop", "update"), (4096,), ()),
     "c": Call(535, ("sparse", "bf16", "experts", "logprobs"), (16384,), (64,)),
@@ -145,6 +151,7 @@ PARTS = (
     Part("logprobs", 160, 50, cuda=True),
     Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("offload", 160, 30, ("torch", "transformers", "deepspeed", "peft")),
+    Part("tree", 40, 15, ("torch", "transformers")),
     Part("pair", 500, 60, ("torch", "vllm", "ray", "hydra", "deepspeed"), gpus=2),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),

@@ -86,10 +86,10 @@ def main() -> None:
         from offload import offload
 
         offload(s)
-    elif part == "flex":
-        from sparse_forward import flex
+    elif part in ("flex", "tree"):
+        import sparse_forward
 
-        flex(s, SHAPES[shape])
+        (sparse_forward.flex if part == "flex" else sparse_forward.tree)(s, SHAPES[shape])
     elif part in ("kernel", "head", "varlen", "nccl"):
         import kernels
 

@@ -148,7 +148,7 @@ def attend_blocks(
     sequences]: positions below it see everything before them.
     """
     mask = make_block_mask(query, key, rules, bounds, dense_until)
-    out = _kernel(query.device.type)(
+    out = flex_kernel(query.device.type)(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
     )
     assert isinstance(out, Tensor)
@@ -156,8 +156,8 @@ def attend_blocks(
 
 
 @cache
-def _kernel(device: str) -> Any:
-    """On a GPU one compiled kernel for all layers and shapes."""
+def flex_kernel(device: str) -> Any:
+    """FlexAttention: on a GPU one compiled kernel for all layers and shapes."""
     return torch.compile(flex_attention) if device == "cuda" else flex_attention
 
 

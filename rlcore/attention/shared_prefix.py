@@ -14,6 +14,10 @@ Prepare the model with `accept(lm)`; a forward without `shared_prefix` is then a
 `SharedRows.by(rule)` in place of `ready` attends by the rule of block top-k attention: a gathered
 path has its sequence's pages, in order, so that each query selects among those of its own sequence.
 
+`SharedTree` is for GPUs: torch's FlexAttention over all nodes at once, by one mask, so that nothing
+is gathered. Nodes come in the order in which a walk from the root meets them, so that the nodes
+below one follow it in one stretch, and the mask is two comparisons.
+
 As an argument of the forward, the rows reach a forward that gradient checkpointing repeats.
 """
 
@@ -27,14 +31,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from rlcore.attention.implementation import (
+    BLOCK,
     QUERY_CHUNK,
     SparseRows,
     attend_groups,
     attend_rows,
+    flex_kernel,
     seen_from,
     summaries_of,
 )
@@ -115,6 +122,94 @@ class SharedRows:
             )
         return replace(self, rule=rule)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+        """q [1, H, U, D], k and v [1, Hk, U, D] -> [1, U, H, D]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [U, H, D]
+        rule = self.rule
+        outputs = [
+            _block(block, q, k, v, scaling)
+            if rule is None
+            else _paged(block, (q, k, v), rule, scaling)
+            for block in self.blocks
+        ]
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return whole.index_select(0, self.places).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTree:
+    """How FlexAttention reads the nodes of a forward: U nodes, each seen by itself and by those
+    below it. Made once for a micro-batch and used by all layers. Gradients of keys are summed in
+    float32 by the kernel.
+
+    Example, the tree of [5, 9, 4] and [5, 9, 7]: node 1 (the 9) is seen by nodes 1 to 3, node 2
+    (the 4) by itself alone
+    """
+
+    nodes: int
+    mask: BlockMask
+
+    @classmethod
+    def of(cls, rows: Sequence[TreeRow], nodes: int, device: torch.device | str = "cpu") -> Self:
+        """From rows that own each of `nodes` nodes once. Raises ValueError for nodes in another
+        order than that of a walk from the root."""
+        end = np.zeros(-(-nodes // BLOCK) * BLOCK, dtype=np.int64)
+        above = 0  # pairs of a node and one of its path
+        for row in rows:
+            end[row.path] = np.maximum(end[row.path], row.path[-1] + 1)
+            length = len(row.path)
+            above += (length * (length + 1) - row.first * (row.first + 1)) // 2
+        if int((end[:nodes] - np.arange(nodes)).sum()) != above:
+            raise ValueError("the nodes below one must follow it in one stretch")
+        return cls(nodes, _tree_mask(torch.from_numpy(end).to(device), nodes))
+
+    def ready(self, dtype: torch.dtype) -> SharedTree:
+        """Itself: one mask serves every dtype."""
+        return self
+
+    def by(self, rule: SparseSpec) -> SharedTree:
+        raise RuntimeError("one mask over shared prefixes attends densely, not by pages")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+        """q [1, H, U, D], k and v [1, Hk, U, D] -> [1, U, H, D]."""
+        q, k, v = (x[:, :, : self.nodes] for x in (q, k, v))  # more: padding, which sees nothing
+        grouped = q.shape[1] != k.shape[1]
+        kernel = flex_kernel(q.device.type)
+        out = kernel(q, k, v, block_mask=self.mask, scale=scaling, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)
+
+
+def _tree_mask(end: Tensor, nodes: int) -> BlockMask:
+    """The mask of nodes that are seen from themselves on until `end` [n * BLOCK] int64, 0 for
+    padding. Listed are the blocks that hold a visible pair; a block of visible pairs alone is in a
+    list of its own, which needs no mask."""
+    first = torch.arange(0, len(end), BLOCK, device=end.device)
+    before = first[:, None] > first  # blocks of queries after a block of keys
+    ends = end.view(-1, BLOCK)
+    touched = before & (ends.amax(1) > first[:, None])
+    last = (first + BLOCK).clamp(max=nodes)
+    whole = before & (ends.amin(1) >= last[:, None])
+    own = torch.eye(len(first), dtype=torch.bool, device=end.device)
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(touched & ~whole | own),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(nodes, nodes),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, n] bool -> how many blocks of keys each block of queries has, and which, as FlexAttention
+    takes them."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
@@ -175,15 +270,17 @@ _ODD = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 
 
 def accept(lm: Any) -> None:
-    """Let a model that was loaded with SDPA, or block top-k attention beside it, take
-    `shared_prefix`, in place.
+    """Let a model that was loaded with SDPA, block top-k attention beside it, or torch's
+    variable-length kernel take `shared_prefix`, in place.
 
     Without it, every forward is as before.
     """
     before = lm.config.get_text_config()._attn_implementation
     name = SHARED_PREFIX + before
 
-    def attend(*given: Any, shared_prefix: SharedRows | None = None, **kwargs: Any) -> Any:
+    def attend(
+        *given: Any, shared_prefix: SharedRows | SharedTree | None = None, **kwargs: Any
+    ) -> Any:
         if shared_prefix is None:
             return ALL_ATTENTION_FUNCTIONS[before](*given, **kwargs)
         return _attend(*given, shared_prefix=shared_prefix, **kwargs)
@@ -205,7 +302,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    shared_prefix: SharedRows,
+    shared_prefix: SharedRows | SharedTree,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -215,14 +312,7 @@ def _attend(
     if odd or kwargs.get("is_causal") is False:
         what = (odd or ["attention forward"])[0]
         raise UnsharedAttentionError(f"attention over shared prefixes computes no {what}")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, H, D]
-    rule = shared_prefix.rule
-    outputs = [
-        _block(block, q, k, v, scaling) if rule is None else _paged(block, (q, k, v), rule, scaling)
-        for block in shared_prefix.blocks
-    ]
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return whole.index_select(0, shared_prefix.places).unsqueeze(0), None
+    return shared_prefix.attend(query, key, value, scaling), None
 
 
 def _block(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:

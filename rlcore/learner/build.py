@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.attention.bitwise import WIDTHS, hold, machine_reason
-from rlcore.attention.shared_prefix import UnsharedAttentionError, accept
+from rlcore.attention.shared_prefix import accept
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.corrections.shadow import build_shadows
@@ -57,19 +57,24 @@ _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7), (1, 2, 3, 8, 2, 1, 5))
 _PROMPT = 3
 # shares of the largest hidden state by which the two ways may differ: rounding
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+CPU = torch.device("cpu")
 _ALWAYS = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
 
 
 def share_prefixes(
-    lm: nn.Module, rule: SparseSpec | None = None, *, divided: bool = False
+    lm: nn.Module,
+    rule: SparseSpec | None = None,
+    *,
+    divided: bool = False,
+    device: torch.device = CPU,
 ) -> str | None:
-    """Prepare a model that was loaded with SDPA for shared prefixes; one that attends by `rule`
-    with block top-k attention beside SDPA.
+    """Prepare a model for shared prefixes: loaded with SDPA, or, for a GPU, with torch's
+    variable-length kernel; one that attends by `rule` with block top-k attention beside SDPA.
 
     Returns None, or the reason why it cannot be prepared and is unchanged. Windows and chunks of
     attention are found in its configuration, everything else in a pass over a few tokens.
     `divided`: its parameters are not whole here, so that a small random model of its architecture
-    is tried instead.
+    is tried instead; so too for another `device` than the CPU, where the model will be.
     """
     odd = odd_attention(lm)
     if odd is not None:
@@ -78,9 +83,11 @@ def share_prefixes(
     before = config._attn_implementation
     try:
         accept(lm)
-        difference = _sharing_difference(short_model(lm) if divided else lm, rule)
-    except (UnsharedAttentionError, TypeError, ValueError) as e:
-        reason = str(e).splitlines()[0]
+        small = divided or device != CPU
+        tried = short_model(lm).to(device) if small else lm
+        difference = _sharing_difference(tried, rule, by_mask=device != CPU)
+    except (RuntimeError, TypeError, ValueError) as e:  # compilers of kernels raise the first
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
     else:
         if difference <= TOLERANCE[lm.dtype]:  # type: ignore[index]
             return None
@@ -113,12 +120,13 @@ def short_model(lm: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def _sharing_difference(lm: nn.Module, rule: SparseSpec | None) -> float:
+def _sharing_difference(lm: nn.Module, rule: SparseSpec | None, *, by_mask: bool) -> float:
     """Largest difference of a probe's hidden states, as a share of the largest of them."""
     policy = Policy(lm, rule)
-    episodes = probe(policy)
-    (plain_rows,) = pack(episodes, 1000, "sorted")
-    (shared_row,) = pack(episodes, 1000, "sorted", costs=_ALWAYS)
+    episodes, device = probe(policy), policy.head.weight.device
+    costs = replace(_ALWAYS, by_mask=by_mask)
+    (plain_rows,) = pack(episodes, 1000, "sorted", device=device)
+    (shared_row,) = pack(episodes, 1000, "sorted", device=device, costs=costs)
     with _training(lm):
         plain, shared = _states(policy, plain_rows), _states(policy, shared_row)
     return float((plain - shared).abs().max() / plain.abs().max())
@@ -316,7 +324,7 @@ class _Models:
         if self._spec.micro_batch_tokens == "auto":
             self.tight = PassCosts.of(lm)
         if self._may_share() and self._shares(lm, self._rule):
-            self.costs = PassCosts.of(lm)
+            self.costs = PassCosts.of(lm, by_mask=self._device != CPU)
         return self._trained(lm, self._rule, self._spec.lora, seed="lora", key="learner.lora")
 
     def sparse_copy(self) -> Policy:
@@ -397,9 +405,7 @@ class _Models:
         spec, rule = self._spec, self._job.sparse
         return (
             spec.share_prefix == "auto"
-            # unproven on GPUs, whose kernels for long masked rows differ
-            and spec.device == "cpu"
-            and self.attention == "sdpa"
+            and self._follows_trees()
             and not self._job.bitwise_positions
             and self._job.diffusion is None  # positions see what follows them
             # the samples of a group may have had other experts for their prompt
@@ -409,13 +415,22 @@ class _Models:
             and (rule is None or (rule.sparse_prompt and rule.blocks_by_length is None))
         )
 
+    def _follows_trees(self) -> bool:
+        """Return whether the attention of all models of the job can read the nodes of a tree."""
+        if self._spec.device == "cpu":
+            return self.attention == "sdpa"
+        # one mask over the nodes knows no pages, and transformers takes any name with "flash" in it
+        # for a package
+        return self.attention in ("sdpa", "varlen") and self._job.sparse is None
+
     def _share_too(self, lm: nn.Module, rule: SparseSpec | None) -> None:
         """Prepare a further model for the policy's micro-batches, or give up sharing for all."""
         if self.costs is not None and not self._shares(lm, rule):
             self.costs = None
 
     def _shares(self, lm: nn.Module, rule: SparseSpec | None) -> bool:
-        reason = share_prefixes(lm, rule, divided=self._split is not None)
+        divided = self._split is not None
+        reason = share_prefixes(lm, rule, divided=divided, device=self._device)
         if reason is not None:
             logger.info("learner.share_prefix=auto computes every prompt anew: %s", reason)
         return reason is None

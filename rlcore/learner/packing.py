@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.attention.shared_prefix import SharedRows, TreeRow, blocks_of
+from rlcore.attention.shared_prefix import SharedRows, SharedTree, TreeRow, blocks_of
 from rlcore.interfaces import Reduce
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
 from rlcore.learner.specs import LearnerSpec
@@ -72,21 +72,24 @@ class PrefixTree:
         return cls(np.concatenate(tokens), np.concatenate(depths), paths, firsts)
 
 
-def in_batches(parts: Sequence[Sequence[TokenSequence]], budget: int) -> list[list[int]]:
+def in_batches(
+    parts: Sequence[Sequence[TokenSequence]], budget: int, *, gathers: bool = True
+) -> list[list[int]]:
     """Divide episodes into micro-batches of at most `budget` distinct prefixes each.
 
     Episodes that begin alike follow each other, those with the longest sequences first; a group
     that does not fit is continued in another micro-batch, which computes its prompt again. The
-    shared positions that attention reads, once for every sequence, are bounded, too. An episode
+    shared positions that attention `gathers`, once for every sequence, are bounded, too. An episode
     beyond the budget is alone; those without sequences are left out.
     """
+    weight = 1 / _REPEATS if gathers else 0.0
     batches: list[list[int]] = []
     before: TokenSequence | None = None
     nodes = keys = 0
     for i in _alike(parts):
         added = _added(parts[i], before)
         nodes, keys = nodes + added, keys + sum(map(len, parts[i]))
-        if not batches or max(nodes, keys / _REPEATS) > budget:
+        if not batches or max(nodes, keys * weight) > budget:
             batches.append([])
             nodes, keys = _added(parts[i], None), sum(map(len, parts[i]))
         batches[-1].append(i)
@@ -156,9 +159,10 @@ class PassCosts:
     key: float  # gathering one position's key and value for attention, in every layer
     query: float  # gathering one query, and its output back
     batch: float = 0.0  # one micro-batch, whatever its size
+    by_mask: bool = False  # attention over a tree is one mask over its nodes, and gathers nothing
 
     @classmethod
-    def of(cls, lm: Any) -> PassCosts:
+    def of(cls, lm: Any, *, by_mask: bool = False) -> PassCosts:
         """The costs of a causal LM, whole or divided among the ranks."""
         config = lm.config.get_text_config()
         heads, layers = config.num_attention_heads, config.num_hidden_layers
@@ -173,6 +177,7 @@ class PassCosts:
             key=2.0 * kv_heads * width * layers * _MOVE,
             query=2.0 * heads * width * layers * _MOVE,
             batch=_BATCH * layers,
+            by_mask=by_mask,
         )
 
     def plain(self, rows: int, width: int) -> float:
@@ -204,6 +209,8 @@ class PassCosts:
     def shared(self, tree: PrefixTree) -> float:
         """The nodes of a tree of sequences."""
         work = len(tree.tokens) * self.position
+        if self.by_mask:
+            return work + float((tree.depths + 1).sum()) * self.score
         for block in blocks_of(tree.sizes):
             rows = len(block.rows)
             work += block.scores * self.score
@@ -234,7 +241,8 @@ class MicroBatch:
     prompt_lens: Tensor  # [s] int64, first observation of each sequence, in the order of the rows
     # [N] float32: `TokenSequence.sharper` of each token; None: 1 everywhere
     sharper: Tensor | None = None
-    shared: SharedRows | None = None  # in the shared layout: how attention reads its positions
+    # in the shared layout: how attention reads its positions
+    shared: SharedRows | SharedTree | None = None
     # [R, W] int64, where attention has no order: a position attends to those of its row with the
     # same number; None: to all of them, or only to those before it in a causal model
     segments: Tensor | None = None
@@ -286,12 +294,14 @@ def pack(
     parts = [tuple(s for s in episode if s.scored) for episode in episodes]
     batches = _plain_batches(parts, micro_batch_tokens, layout, tight)
     if costs is not None:
-        shared = in_batches([_causal(parts, [i]) for i in range(len(parts))], micro_batch_tokens)
+        each = [_causal(parts, [i]) for i in range(len(parts))]
+        shared = in_batches(each, micro_batch_tokens, gathers=not costs.by_mask)
         trees = [PrefixTree.of(_causal(parts, batch)) for batch in shared]
         work = sum(costs.plain(*_plain_shape(parts, batch, layout)) for batch in batches)
         work += costs.batch * (len(batches) - len(shared))
         if sum(map(costs.shared, trees)) < work:
-            rows = [_shared_row(tree, device) for tree in trees]
+            kind = SharedTree if costs.by_mask else SharedRows
+            rows = [_shared_row(tree, kind, device) for tree in trees]
             return [_micro_batch(parts, b, row, device) for b, row in zip(shared, rows)]
     lay_out = _padded_rows if layout == "sorted" else _packed_row
     rows = [lay_out(_sequences(parts, batch), pad_id) for batch in batches]
@@ -366,7 +376,7 @@ class _Laid:
     input_ids: np.ndarray  # [R, W]
     position_ids: np.ndarray  # [R, W]
     places: Sequence[np.ndarray]  # [L] int64 each
-    shared: SharedRows | None = None
+    shared: SharedRows | SharedTree | None = None
 
 
 def _padded_rows(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
@@ -388,9 +398,11 @@ def _packed_row(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
     return _Laid(input_ids, positions, [np.arange(e - n, e) for n, e in zip(lengths, ends)])
 
 
-def _shared_row(tree: PrefixTree, device: torch.device | str) -> _Laid:
+def _shared_row(
+    tree: PrefixTree, kind: type[SharedRows | SharedTree], device: torch.device | str
+) -> _Laid:
     rows = [TreeRow(path, first) for path, first in zip(tree.paths, tree.firsts)]
-    shared = SharedRows.of(rows, len(tree.tokens), device)
+    shared = kind.of(rows, len(tree.tokens), device)
     return _Laid(tree.tokens[None], tree.depths[None], tree.paths, shared)
 
 

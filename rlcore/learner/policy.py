@@ -275,6 +275,7 @@ class Policy(nn.Module):
             dtype, rule = self.head.weight.dtype, self.sparse
             rows = mb.shared.ready(dtype) if rule is None else mb.shared.by(rule)
             return {"shared_prefix": rows, "attention_mask": NO_MASK}
+        implementation = implementation.removeprefix(SHARED_PREFIX)
         if self.sparse is not None:
             return {"sparse_rows": sparse_rows(mb, self.sparse)}
         if implementation == VARLEN:

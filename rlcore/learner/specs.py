@@ -377,7 +377,7 @@ class LearnerSpec(OptimizerSpec):
     share_prefix: Literal["auto", "off"] = setting(
         "auto",
         "auto: compute the common prefix of a group's sequences once where that is less work and "
-        "the attention allows it (sdpa on CPU, whole context; sparse only with sparse_prompt=true)",
+        "the attention allows it (whole context; CPU: sdpa, sparse_prompt=true; GPU: not sparse)",
     )
     attention: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = setting(
         "auto",

@@ -1,5 +1,8 @@
 """A group's prompt computed once gives what computing it for every response gives."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -15,14 +18,18 @@ from learner_helpers import (
     make_update,
     small_model,
 )
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.functional import scaled_dot_product_attention
 
+from rlcore.attention import varlen
+from rlcore.attention.shared_prefix import SharedTree
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import build
 from rlcore.learner.batch import PolicyScores
 from rlcore.learner.build import share_prefixes
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import add_adapters
-from rlcore.learner.packing import PassCosts, pack
+from rlcore.learner.packing import PassCosts, PrefixTree, pack
 from rlcore.learner.policy import Policy, load_causal_lm
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LoraSpec
@@ -129,6 +136,76 @@ def test_states_and_gradients_are_those_of_the_plain_way(how):
         assert _apart(list(its_gradients.values()), list(gradients.values())) < 1e-13
 
     check()
+
+
+BY_MASK = replace(SHARED, by_mask=True)
+# what the device of a model is compared with is the CPU without a number: this one is another
+OTHER_CPU = torch.device("cpu", 0)
+
+
+@pytest.fixture
+def flex_gradients(monkeypatch):
+    """torch refuses gradients on CPUs by this check alone; its plain implementation has them."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", [{}, {"lora": True}, {"checkpointing": True}])
+def test_one_mask_over_the_tree_gives_states_and_gradients_of_the_plain_way(how, flex_gradients):
+    policy = _in_float64(**how)
+    dialogue = np.repeat([False, True] * 2, [20, 5, 4, 6])
+    tokens = [*_group(20, 1, 1)[0][0].token_ids[:20], *range(3, 15), 5, 6, 7]
+    episodes = [*_group(20, 11, 8), (TokenSequence(np.array(tokens), dialogue),), *_group(7, 9, 3)]
+    plain, gradients = _hidden(policy, pack(episodes, 1000, "sorted"), 11)
+    for budget in (60, 1000):
+        batches = pack(episodes, budget, "sorted", costs=BY_MASK)
+        assert all(isinstance(mb.shared, SharedTree) for mb in batches)
+        shared, its_gradients = _hidden(policy, batches, 11)
+        assert _apart(shared, plain) < 1e-13
+        assert gradients.keys() == its_gradients.keys()
+        assert _apart(list(its_gradients.values()), list(gradients.values())) < 1e-13
+
+
+def test_the_packed_kernel_of_gpus_goes_on_beside_one_mask(model, monkeypatch, flex_gradients):
+    """`varlen`, whose kernel CPUs lack: SDPA on each sequence in its place."""
+
+    def kernel(q, k, v, bounds, *_, scale, window_size, enable_gqa):
+        parts = []
+        for a, z in pairwise(bounds.tolist()):
+            one = (x[a:z].transpose(0, 1)[None] for x in (q, k, v))
+            how = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
+            parts.append(scaled_dot_product_attention(*one, **how)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    lm = load_causal_lm(model, "float32", "varlen")
+    assert share_prefixes(lm, device=OTHER_CPU) is None
+    dense = Policy(load_causal_lm(model, "float32", "sdpa").train())
+    episodes, policy = _group(20, 11, 4), Policy(lm.train())
+    plain, gradients = _hidden(dense, pack(episodes, 1000, "sorted"), 11)
+    for costs in (None, BY_MASK):
+        states, its_gradients = _hidden(policy, pack(episodes, 1000, "packed", costs=costs), 11)
+        assert _apart(states, plain) < 1e-5
+        assert _apart(list(its_gradients.values()), list(gradients.values())) < 1e-5
+
+
+def test_a_gpu_whose_mask_gives_other_states_computes_every_prompt_anew(model, monkeypatch):
+    def wrong(self, q, k, v, scaling):
+        return q.transpose(1, 2)
+
+    monkeypatch.setattr(SharedTree, "attend", wrong)
+    lm = load_causal_lm(model, "float32", "sdpa")
+    assert "hidden states differ" in share_prefixes(lm, device=OTHER_CPU)
+    monkeypatch.setattr(SharedTree, "attend", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    assert "size" in share_prefixes(lm, device=OTHER_CPU)
+
+
+def test_one_mask_gathers_nothing_and_costs_a_score_for_each_pair():
+    batches = pack(_group(50, 2, 100), 200, "sorted", costs=BY_MASK)
+    assert max(len(mb.episodes) for mb in batches) > 100 - 15  # of which some are equal
+    costs = PassCosts(position=1.0, score=0.5, key=9.0, query=9.0, by_mask=True)
+    tree = PrefixTree.of([s for (s,) in [*_group(3, 2, 1), *_group(3, 2, 1)]])
+    assert costs.shared(tree) == 4 + 0.5 * (1 + 2 + 3 + 4)
 
 
 def _scores(policy, groups, costs):
@@ -262,9 +339,13 @@ def test_a_model_that_mixes_neighbours_outside_its_attention_shares_nothing():
         ({"train_sparse": True, "sparse": SparseSpec(blocks=2)}, True),
         ({"distill": {}, "sparse": SparseSpec(blocks=2)}, True),
         ({"distill": {}, "sparse": SparseSpec(blocks=2, sparse_prompt=False)}, False),
-        ({"num_gpus": 1, "dtype": "float32"}, False),
+        ({"num_gpus": 1, "dtype": "float32"}, True),
+        ({"num_gpus": 1, "attention": "varlen"}, True),
+        ({"num_gpus": 1, "attention": "flash_attention_2"}, False),
+        ({"num_gpus": 1, "train_sparse": True, "sparse": SparseSpec(blocks=2)}, False),
+        ({"num_gpus": 1, "distill": {}, "sparse": SparseSpec(blocks=2)}, False),
     ],
 )
-def test_dense_prompts_of_sparse_actors_and_gpus_compute_every_prompt_anew(options, may):
+def test_prompts_are_shared_where_attention_follows_a_tree(options, may):
     models = build._Models(make_job("nowhere", **options), PlainEngine, None, torch.device("cpu"))
     assert models._may_share() == may
