@@ -20,7 +20,7 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from rlcore.cluster.calls import last_line
 from rlcore.cluster.process_tuning import Processor, wanted
-from rlcore.cluster.specs import RaySpec
+from rlcore.cluster.specs import RaySpec, joined_address
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.patching import Patch
 
@@ -209,12 +209,6 @@ def _local_gpus() -> int:
     count = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
     return count if visible is None else min(count, len(visible))
-
-
-def joined_address(address: str | None) -> str | None:
-    """The cluster that is joined (`cluster.address`, else RAY_ADDRESS); None: this process starts
-    its own."""
-    return address or os.environ.get("RAY_ADDRESS")
 
 
 def _poll(check: Callable[[], None], deadline: float, patience_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,12 @@ class RaySpec(Spec):
     object_store_mib: int = setting(
         512, "Ray's shared memory on a local cluster", unit="MiB", gt=75
     )
+
+
+def joined_address(address: str | None) -> str | None:
+    """The cluster that is joined (`cluster.address`, else RAY_ADDRESS); None: this process starts
+    its own."""
+    return address or os.environ.get("RAY_ADDRESS")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ from rlcore.cluster.placement import (
     rendezvous,
 )
 from rlcore.cluster.process_tuning import keep_passes_short
-from rlcore.cluster.ray_cluster import joined_address
-from rlcore.cluster.specs import Hosting
+from rlcore.cluster.specs import Hosting, joined_address
 from rlcore.cluster.teacher import THREADS, RayTeacher, TeacherActor, TeacherOutlet
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.cluster.specs import joined_address
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
@@ -15,6 +16,7 @@ from rlcore.loop.targets import PageRange
 from rlcore.objectives.specs import loss_class
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.text import StopStrings
+from rlcore.spare_cores import cores
 from rlcore.tasks.graders import GraderPool
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import POLICY, PageRule
@@ -44,6 +46,52 @@ def ranks(config: RunConfig) -> int:
     """Learner ranks, those of a co-trained draft included."""
     draft = config.learner.draft
     return config.learner.ranks + (draft.ranks if draft else 0)
+
+
+def follows_load(config: RunConfig) -> bool:
+    """Whether the policy's ranks use more threads while cores idle (`learner.max_threads`), which
+    only a run may whose results depend on timing anyway.
+
+    Ranks that hold parts of something compute the rest alike, and have to round alike.
+    """
+    spec, schedule = config.learner, config.schedule
+    chosen = spec.max_threads == "auto" and schedule.lag is None
+    return (
+        (chosen or isinstance(spec.max_threads, int))
+        and spec.device == "cpu"
+        and spec.parts == spec.expert_parallel == 1
+        and not schedule.synchronous
+        and not config.bitwise
+    )
+
+
+def with_stated_threads(config: RunConfig) -> RunConfig:
+    """The configuration with a number in place of `learner.max_threads=auto` where the threads do
+    not follow the load: this machine's cores, divided among the ranks, in a synchronous run.
+
+    Its actors idle while it learns. Where they are other machines' cores, or equality to the bit
+    needs one thread, it is null.
+    """
+    learner, most = config.learner, None
+    if learner.max_threads != "auto" or follows_load(config):
+        return config
+    here = learner.device == "cpu" and joined_address(config.cluster.address) is None
+    if config.schedule.synchronous and here and not config.bitwise:
+        most = cores() // ranks(config)
+    if most is not None and most <= learner.threads:
+        most = None
+    stated = learner.model_copy(update={"max_threads": most})
+    return config.model_copy(update={"learner": stated})
+
+
+def describe_threads(config: RunConfig) -> str:
+    """One line on a rank's compute threads, of a configuration `with_stated_threads`."""
+    learner, most = config.learner, config.learner.max_threads
+    if not follows_load(config):
+        stated = most if config.schedule.synchronous and isinstance(most, int) else None
+        return f"compute threads: {stated or learner.threads} a rank, always"
+    limit = "all cores" if most == "auto" else f"{most}"
+    return f"compute threads: {learner.threads} a rank, up to {limit} while cores idle"
 
 
 def plan(config: RunConfig) -> Plan:

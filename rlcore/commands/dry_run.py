@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlcore.cluster.placement import free_port
-from rlcore.cluster.ray_cluster import check_cluster, joined_address
+from rlcore.cluster.ray_cluster import check_cluster
+from rlcore.cluster.specs import joined_address
 from rlcore.commands import derived
 from rlcore.commands.memory import (
     check_memory,
@@ -46,6 +47,7 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     `words`: rates for a forecast, as of `rlcore plan`. An existing cluster is joined and left
     again, to see what it holds. Writes nothing. Returns 0; raises UserError as `train` does.
     """
+    config = derived.with_stated_threads(config)
     if config.model.path is not None:  # before other checks of a model that is too large
         check_memory(config, None)
     prepared = prepare(config)
@@ -300,6 +302,7 @@ def _learner(config: RunConfig) -> list[str]:
     return [
         f"{_count(derived.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
+        *([derived.describe_threads(config)] if spec.device == "cpu" else []),
         *_changed(spec),
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
         *([f"critic: {_settings(config.critic)}"] if config.critic.trained else []),

@@ -22,7 +22,7 @@ from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.commands.watch import course_of, judged
-from rlcore.config.compose import check_resume, to_yaml
+from rlcore.config.compose import check_resume, other_threads, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.unread import unread
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError, UserError
@@ -169,6 +169,7 @@ def train(
     """Run to the end of the schedule. Returns the exit code; raises UserError before anything is
     started. `stop`: requests to end the run that come from elsewhere than signals."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
+    config = derived.with_stated_threads(config)
     prepared = prepare(config)
     ask_lean_servers(prepared.config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
@@ -268,6 +269,8 @@ def _start_point(run: RunContext) -> Start:
     if found is None:
         return Start()
     check_resume(run.given)
+    if changed := other_threads(run.given):
+        run.reporter.note(changed)
     state = checkpoint.state_of(found)
     progress = Progress(**state["progress"])
     derived.plan(run.config).check_resume(progress)

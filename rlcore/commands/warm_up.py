@@ -248,6 +248,7 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
         "distill": None,
         "train_sparse": False,
         "round_as": None,
+        "max_threads": None,  # a kept model depends on no load
     }
     return config.model_copy(
         update={

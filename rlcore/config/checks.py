@@ -354,31 +354,25 @@ def _ranks(c: RunConfig) -> None:
 
 def _threads(c: RunConfig) -> None:
     spec, asked = c.learner, f"learner.max_threads={c.learner.max_threads}"
-    if spec.max_threads is None:
+    if not isinstance(spec.max_threads, int):
         return
     refuse(
         spec.max_threads <= spec.threads,
         f"{asked} is not above the {spec.threads} that learner.num_cpus={spec.num_cpus:g} gives "
-        "a rank: raise it, or leave it null.",
+        "a rank: raise it, or leave it auto or null.",
     )
     refuse(
         spec.device == "cuda",
         f"{asked} is about threads that compute on CPU, and learner.num_gpus={spec.num_gpus:g}: "
-        "leave it null.",
+        "leave it auto or null.",
     )
-    draft = spec.draft
-    for key, ranks in (("learner", spec.ranks), ("learner.draft", draft.ranks if draft else 1)):
+    for name in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
         refuse(
-            ranks > 1,
-            f"{asked} would have ranks round sums of the same gradient differently with "
-            f"{key}.ranks={ranks}: leave it null, or use {key}.ranks=1.",
+            getattr(spec, name) > 1 and not c.schedule.synchronous,
+            f"{asked} would have ranks that compute the same round it differently with "
+            f"learner.{name}={getattr(spec, name)}, as the number of threads follows the load of "
+            "each: leave it auto or null.",
         )
-    refuse(
-        c.schedule.synchronous,
-        f"{asked} makes results depend on what else the machine does, and a run with "
-        "schedule.max_staleness=0 is repeated exactly: leave it null, or raise "
-        "schedule.max_staleness.",
-    )
 
 
 def _drafts(c: RunConfig) -> None:

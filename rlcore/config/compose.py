@@ -321,9 +321,22 @@ def check_resume(config: RunConfig) -> None:
     """Raise UserError for a setting that a run cannot change when it continues from a checkpoint.
     `config`: of a run directory with a checkpoint, from `load`.
     """
+    before = _begun_with(config)
+    if before is not None:
+        resuming.check_resume(before, config)
+
+
+def other_threads(config: RunConfig) -> str | None:
+    """`config/resuming.py: other_threads`, against the run directory's own configuration."""
+    before = _begun_with(config)
+    return None if before is None else resuming.other_threads(before, config)
+
+
+def _begun_with(config: RunConfig) -> RunConfig | None:
     saved = Path(config.run_dir) / "config.yaml"
-    if saved.is_file():  # a checkpoint may have been put into a folder of its own
-        resuming.check_resume(_checked(OmegaConf.create(_escaped(_read(saved))), {}), config)
+    if not saved.is_file():  # a checkpoint may have been put into a folder of its own
+        return None
+    return _checked(OmegaConf.create(_escaped(_read(saved))), {})
 
 
 def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:

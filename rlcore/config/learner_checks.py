@@ -292,7 +292,7 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     for name in ("train_sparse", "router_replay"):
         yield f"learner.{name}=true", getattr(learner, name), unproven
     threads = learner.max_threads
-    yield f"learner.max_threads={threads}", threads is not None, one
+    yield f"learner.max_threads={threads}", isinstance(threads, int), one
     yield f"critic.kind={c.critic.kind}", c.critic.trained, unproven
 
 

@@ -105,6 +105,27 @@ def check_resume(before: RunConfig, now: RunConfig) -> None:
             _compare(key, _value(old, key), _value(new, key), why, now.run_dir)
 
 
+# Numbers of threads, by which sums round.
+THREADS = ("learner.num_cpus", "learner.max_threads", "actor.*.num_cpus")
+
+
+def other_threads(before: RunConfig, now: RunConfig) -> str | None:
+    """A sentence on a synchronous run that goes on with other numbers of threads, or None: it then
+    does not equal the uninterrupted run to the bit."""
+    if not (before.schedule.synchronous and now.schedule.synchronous):
+        return None
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    changed = [
+        f"{key}={_shown(_value(new, key))} (begun with {_shown(_value(old, key))})"
+        for pattern in THREADS
+        for key in _concrete(pattern, old, new)
+        if _value(old, key) != _value(new, key)
+    ]
+    if not changed:
+        return None
+    return f"{', '.join(changed)}: sums round otherwise, so this is no exact continuation"
+
+
 def _compare(key: str, old: Any, new: Any, why: str, run_dir: str) -> None:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         free = FREE_ARGUMENTS if key.endswith(".args") else ()

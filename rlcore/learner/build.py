@@ -21,7 +21,6 @@ from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
-from rlcore.learner.cpu_speed import STAT, SpareCores
 from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.layer_kernels import liger_layers, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
@@ -51,6 +50,7 @@ from rlcore.learner.teacher import Teacher
 from rlcore.learner.update import Update
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
+from rlcore.spare_cores import SpareCores
 
 # three answers to one prompt, of which two begin alike; modulo the vocabulary's size
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7), (1, 2, 3, 8, 2, 1, 5))
@@ -212,7 +212,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     Raises UserError for a model that cannot be trained as the job asks.
     """
     spec = job.learner
-    torch.set_num_threads(spec.threads)
+    torch.set_num_threads(job.threads or spec.threads)
     # a rank sees one GPU
     device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
     # what can be refused is built before anything is loaded
@@ -247,6 +247,8 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
         its_spec = spec.model_copy(update={"lr": spec.distill.lr})
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
+    if (spare := _spare_cores(job)) is not None:
+        models.follow_load(spare)  # last: engines remember the threads that they were built with
     layout = _layout(spec, models.attention)
     return RankParts(
         reduce,
@@ -313,7 +315,7 @@ class _Models:
         self.costs: PassCosts | None = None
         self.tight: PassCosts | None = None
         self.most = 0  # positions of a micro-batch, once the policy is loaded
-        self._spare = _spare_cores(job.learner)
+        self._loaded: list[nn.Module] = []
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
         self._rule = None if job.learner.distill is not None else job.sparse
 
@@ -450,9 +452,13 @@ class _Models:
             own_norms(lm)
         if self._job.bitwise_positions:
             _hold_bitwise(lm, self._job.bitwise_positions)
-        if self._spare is not None:
-            self._spare.attach(lm)
+        self._loaded.append(lm)
         return lm
+
+    def follow_load(self, spare: SpareCores) -> None:
+        """Have the passes of all models loaded so far set the number of threads."""
+        for lm in self._loaded:
+            spare.attach(lm)
 
 
 def _hold_bitwise(lm: Any, positions: int) -> None:
@@ -466,15 +472,11 @@ def _hold_bitwise(lm: Any, positions: int) -> None:
     hold(lm, positions)
 
 
-def _spare_cores(spec: LearnerSpec) -> SpareCores | None:
-    if spec.max_threads is None:
+def _spare_cores(job: LearnerJob) -> SpareCores | None:
+    if not job.follows_load:
         return None
-    if not STAT.exists():
-        raise UserError(
-            f"learner.max_threads={spec.max_threads} needs Linux, which counts how long each core "
-            "idles: leave it null."
-        )
-    return SpareCores(spec.threads, spec.max_threads)
+    most = job.learner.max_threads
+    return SpareCores(job.learner.threads, None if most == "auto" else most)
 
 
 def layer_sizes(lm: nn.Module) -> LayerSizes:

@@ -102,7 +102,8 @@ class TrainEngine(ABC):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a micro-batch's share of the global loss.
 
-        `last` ends the accumulation. Every rank makes the same number of calls.
+        `last` ends the accumulation; the process then has torch's number of threads that it had
+        when the engine was built. Every rank makes the same number of calls.
         """
 
     @abstractmethod

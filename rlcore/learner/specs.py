@@ -351,11 +351,10 @@ class LearnerSpec(OptimizerSpec):
         gt=0,
     )
     num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
-    max_threads: int | None = setting(
-        None,
-        "asynchronous schedules on CPU: up to so many compute threads per rank while other "
-        "processes leave cores idle; null: num_cpus",
-        gt=0,
+    max_threads: Literal["auto"] | int | None = setting(
+        "auto",
+        "on CPU: most compute threads of a rank; asynchronous schedules use those above num_cpus "
+        "while cores idle, synchronous ones always. auto: all cores; null: num_cpus",
     )
     num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
     zero_stage: Literal[0, 1, 2, 3] = setting(
@@ -491,8 +490,7 @@ class LearnerSpec(OptimizerSpec):
         )
         refuse(
             self.num_gpus > 1,
-            f"{key}.num_gpus={self.num_gpus:g} is per rank, and a rank drives one GPU: raise "
-            f"{key}.ranks instead.",
+            f"{key}.num_gpus={self.num_gpus:g} is per rank, of one GPU: raise {key}.ranks instead.",
         )
         refuse(
             self.zero_stage == 0 and self.compute_dtype == "bfloat16",
@@ -554,6 +552,8 @@ class LearnerJob:
     total_steps: int  # optimizer steps of the run, for the learning-rate schedule
     run_seed: int
     pad_id: int
+    threads: int | None = None  # compute threads of a rank; None: learner.threads
+    follows_load: bool = False  # more threads, up to learner.max_threads, while cores idle
     sparse: SparseSpec | None = None  # the actors' rule, where the learner attends by it
     # of each group, the responses of highest dense acceptance that are trained on; None: all
     keep_by_acceptance: int | None = None

@@ -61,6 +61,41 @@ def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_it
     assert processes.policy_job(config, "model", 0).sampling.max_new_tokens == 70
 
 
+@pytest.mark.parametrize(
+    ("words", "threads", "follows"),
+    [
+        ((), None, True),
+        (("learner.ranks=2",), None, True),
+        (("learner.max_threads=4",), None, True),
+        (("learner.max_threads=null",), None, False),
+        (("schedule=fixed_lag", "schedule.lag=2"), None, False),
+        (("learner.ranks=2", "learner.tensor_parallel=2"), None, False),
+        (("schedule=on_policy",), 8, False),
+        (("schedule=large_batch", "learner.ranks=3"), 2, False),
+        (("schedule=on_policy", "learner.max_threads=3"), 3, False),
+        (("schedule=on_policy", "learner.max_threads=null"), None, False),
+        (("schedule=on_policy", "learner.num_cpus=8"), None, False),
+        (("schedule=on_policy", "cluster.address=head:6379"), None, False),  # of other machines
+        (("schedule=on_policy", "bitwise=true", "correction=none"), None, False),
+        (("learner=gpu",), None, False),
+    ],
+)
+def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
+    words, threads, follows, monkeypatch
+):
+    monkeypatch.setattr(derived, "cores", lambda: 8)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = derived.with_stated_threads(run(*words))
+    job = processes.policy_job(config, "model", 0)
+    assert (job.threads, derived.follows_load(config), job.follows_load) == (
+        threads,
+        follows,
+        False,
+    )
+    assert config.learner.max_threads in ((4, "auto") if follows else (threads,))
+    assert derived.with_stated_threads(config) == config  # as a resumed run is composed
+
+
 def test_weights_are_rounded_and_exported_as_one_actor_serves_them():
     two = "actor=[fp8,bf16]", "actor.fp8.rounding=int4", "actor.fp8.precise_layers=1"
     config = run(*two, "learner.round_as=fp8")

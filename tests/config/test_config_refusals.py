@@ -367,17 +367,12 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.max_threads=4", "learner.num_gpus=1", "learner.zero_stage=1"],
         ["learner.max_threads=4", "num_gpus=1"],
     ),
-    (["learner.max_threads=4", "learner.ranks=2"], ["learner.max_threads=4", "learner.ranks=2"]),
-    (
-        [
-            "learner.max_threads=4",
-            *("actor=draft", "actor.draft.draft_path=f", "learner.draft.ranks=2"),
-        ],
-        ["learner.max_threads=4", "learner.draft.ranks=2"],
-    ),
-    (
-        ["learner.max_threads=4", "schedule=on_policy"],
-        ["learner.max_threads=4", "schedule.max_staleness=0"],
+    *(
+        (
+            ["learner.max_threads=4", "learner.ranks=2", f"learner.{parts}=2"],
+            ["learner.max_threads=4", f"learner.{parts}=2"],
+        )
+        for parts in ("sequence_parallel", "tensor_parallel", "expert_parallel")
     ),
     (
         ["learner.ranks=2", "schedule.groups_per_step=1"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.config.compose import check_resume, load, to_yaml
+from rlcore.config.compose import check_resume, load, other_threads, to_yaml
 from rlcore.config.resuming import FIXED, PRESENT
 from rlcore.config.sentences import keys
 from rlcore.errors import UserError
@@ -179,6 +179,19 @@ def test_what_would_make_the_rest_of_a_run_another_one_is_refused(
 )
 def test_what_leaves_the_rest_of_a_run_right_is_accepted(tmp_path, started, words):
     resumed(tmp_path, started, *words)
+
+
+def test_other_threads_of_a_synchronous_run_are_named(tmp_path):
+    begun = ["schedule=on_policy", "learner.max_threads=2"]
+    for words, said in (
+        ([], None),
+        (["learner.lr=1e-5"], None),
+        (["learner.max_threads=4"], "learner.max_threads=4 (begun with 2): sums round otherwise"),
+        (["actor.bf16.num_cpus=2"], "actor.bf16.num_cpus=2.0 (begun with 1.0)"),
+    ):
+        found = other_threads(resumed(tmp_path, [*BASE, *begun], *words))
+        assert (found or "").startswith(said or "") and bool(found) == bool(said)
+    assert other_threads(resumed(tmp_path, BASE, "learner.max_threads=4")) is None  # asynchronous
 
 
 def test_a_run_directory_that_moved_goes_on(tmp_path):

@@ -218,6 +218,7 @@ class ZeroEngine(TrainEngine):
         self.policy = policy
         self.device = device
         self.optimizer_steps = 0
+        self._threads = torch.get_num_threads()
         self._stage = spec.zero_stage
         self._parks = spec.offload_while_sampling
         self._offloaded = spec.offload.optimizer != "none"
@@ -294,6 +295,8 @@ class ZeroEngine(TrainEngine):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._averaged, scale_wrt_gas=False)
+        if last:  # what ranks compute alike, such as the norm, is then equal to the bit
+            torch.set_num_threads(self._threads)
 
     def grad_norm(self) -> float:
         if self._parts is not None:

@@ -1,0 +1,211 @@
+"""Compute threads of a process on CPU that follow the machine's load.
+
+In an asynchronous run, engines that wait for the learner leave their cores idle. A rank can use
+these, and has to give them back within a fraction of a step. The number of threads changes how
+sums round, so this is only for runs whose results depend on timing anyway.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlcore.errors import UserError
+from rlcore.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+STAT = Path("/proc/stat")
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+WINDOW_S = 0.04  # four ticks of the clock that /proc/stat counts in
+FREE = 0.7  # of a core: what must have been free for one more thread
+US = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The processor time that a control group of this process may use.
+
+    Example: Quota(2.0, ...) (of a container that was started with two CPUs)
+    """
+
+    cores: float
+    used_s: Callable[[], float]  # processor seconds of all processes of the group so far
+
+
+def quota(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Quota | None:
+    """The smallest quota of this process's control groups, of version 2 or 1; None: there is
+    none."""
+    found = []
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            roots, read = (groups, groups / "unified"), _version_2
+        elif "cpu" in controllers.split(","):
+            roots, read = (groups / controllers, groups / "cpu"), _version_1
+        else:
+            continue
+        # a container sees its own group as the root, or not at all
+        inside = [*Path(path.lstrip("/")).parents, Path(path.lstrip("/"))]
+        found += [read(root / name) for root in roots for name in inside]
+    return min(filter(None, found), key=lambda q: q.cores, default=None)
+
+
+def _version_2(folder: Path) -> Quota | None:
+    if not (limit := folder / "cpu.max").is_file():
+        return None
+    allowed, period = limit.read_text().split()
+    if allowed == "max":
+        return None
+
+    def used_s() -> float:
+        words = (line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+        return next(int(n) for name, n in words if name == "usage_usec") / US
+
+    return Quota(int(allowed) / int(period), used_s)
+
+
+def _version_1(folder: Path) -> Quota | None:
+    if not (limit := folder / "cpu.cfs_quota_us").is_file():
+        return None
+    if (allowed := int(limit.read_text())) < 0:
+        return None
+    period = int((folder / "cpu.cfs_period_us").read_text())
+    usage = Path(str(folder).replace("/cpu/", "/cpuacct/", 1)) / "cpuacct.usage"
+    if not usage.is_file():
+        usage = folder / "cpuacct.usage"  # the two controllers are mounted together
+    return Quota(allowed / period, lambda: int(usage.read_text()) / 1e9)
+
+
+def cores() -> int:
+    """The cores that this process may use: those it is bound to, and no more than its quota."""
+    limit = quota()
+    bound = len(os.sched_getaffinity(0))
+    return bound if limit is None else max(1, min(bound, int(limit.cores)))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Processor time of this machine and process, since some moment of the past.
+
+    Example: Usage(at_s=12.0, own_s=3.5, idle_s=7.0)
+    """
+
+    at_s: float
+    own_s: float  # processor seconds of this process, over all of its threads
+    idle_s: float  # seconds that cores of this process idled, added up
+    unused_s: float | None = None  # seconds of its quota that were not used; None: it has none
+
+
+def usage(among: Collection[int], limit: Quota | None = None, path: Path = STAT) -> Usage:
+    """The present usage of these cores, by the times that Linux counts for each core."""
+    names = {f"cpu{core}" for core in among}
+    lines = [line.split() for line in path.read_text().splitlines()]
+    ticks = sum(int(words[4]) for words in lines if words and words[0] in names)
+    now = time.monotonic()
+    unused = None if limit is None else limit.cores * now - limit.used_s()
+    return Usage(now, time.process_time(), ticks / os.sysconf("SC_CLK_TCK"), unused)
+
+
+def threads_for(before: Usage, now: Usage, *, fewest: int, most: int) -> int:
+    """Threads for as many cores as this process used between the two moments, plus the idle ones.
+
+    Example: with one core used and 0.8 of another idle it is 2."""
+    idle = now.idle_s - before.idle_s
+    if now.unused_s is not None and before.unused_s is not None:
+        idle = min(idle, now.unused_s - before.unused_s)
+    free = (now.own_s - before.own_s + idle) / (now.at_s - before.at_s)
+    return max(fewest, min(most, int(free + 1.0 - FREE)))
+
+
+class Claims:
+    """The moment at which a process of this user last took idle cores.
+
+    Two processes that saw the same core idle would both take it, find each other there, both give
+    it back, and so on. So one that would take more looks first whether another has since the
+    measurement began; that core is in use in the next one.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: of a file that all processes of the machine share."""
+        path = path or Path(tempfile.gettempdir()) / f"rlcore-spare-cores-{os.getuid()}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(path, flags, 0o600)
+
+    def claim(self, since: float) -> bool:
+        """Return whether no process has claimed since that monotonic time, and claim if so. Never
+        waits."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another one claims
+            return False
+        try:
+            stored, now = os.pread(self._file, 8, 0), time.monotonic()
+            last = struct.unpack("d", stored)[0] if len(stored) == 8 else 0.0
+            if since < last <= now:  # a later moment is of another boot
+                return False
+            os.pwrite(self._file, struct.pack("d", now), 0)
+            return True
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class SpareCores:
+    """Sets the number of torch's threads while a model computes."""
+
+    def __init__(
+        self,
+        fewest: int,
+        most: int | None = None,
+        *,
+        read: Callable[[], Usage] | None = None,
+        claims: Claims | None = None,
+    ) -> None:
+        """`most`: None: as many as this process may use cores, which always bound it. `read`: the
+        usage of these cores. Raises UserError on a system that does not count idle time."""
+        if not STAT.exists():
+            raise UserError(
+                "learner.max_threads needs Linux, which counts how long each core idles: use "
+                "learner.max_threads=null."
+            )
+        among, limit = os.sched_getaffinity(0), quota()
+        self._fewest, self._most = fewest, max(fewest, min(most or cores(), cores()))
+        self._read = read or (lambda: usage(among, limit))
+        self._claims = claims or Claims()
+        self._before = self._read()
+
+    def follow(self, *_: Any) -> None:
+        """Measure the load again and set the threads, unless that was a moment ago. A hook of
+        modules and of gradients."""
+        if time.monotonic() - self._before.at_s < WINDOW_S:
+            return
+        now, before = self._read(), self._before
+        threads = threads_for(before, now, fewest=self._fewest, most=self._most)
+        self._before = now
+        # asked of torch: an engine sets the fewest at the end of its backward passes
+        present = torch.get_num_threads()
+        if threads < present or (threads > present and self._claims.claim(before.at_s)):
+            torch.set_num_threads(threads)
+
+    def attach(self, lm: nn.Module) -> None:
+        """Measure the load before each layer of a causal LM, forward and backward."""
+
+        def after(_module: Any, _args: Any, output: Any) -> None:
+            states = output if isinstance(output, torch.Tensor) else output[0]
+            if states.requires_grad:
+                states.register_hook(self.follow)
+
+        # the first list of modules, whatever its name
+        modules = lm.base_model.modules()  # type: ignore[union-attr, operator]
+        for layer in next(m for m in modules if isinstance(m, torch.nn.ModuleList)):
+            layer.register_forward_pre_hook(self.follow)
+            layer.register_forward_hook(after)
