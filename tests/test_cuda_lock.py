@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pack
 import pytest
 from structure import ROOT
 
@@ -38,6 +39,18 @@ print("loaded", len(names))
 """
 
 
+OLDER_TORCH = "torch==2.11.0"  # of the GPU kit's machine
+# by their files, since vLLM's Python is of another torch
+LOAD_FILES = """
+import importlib.util, pathlib, sys
+import torch
+for path in map(pathlib.Path, sys.argv[1:]):
+    spec = importlib.util.spec_from_file_location(path.name.split(".")[0], path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+print("loaded", len(sys.argv) - 1, "with", torch.__version__)
+"""
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A checkout with the CUDA profile installed in its .venv."""
@@ -63,9 +76,9 @@ def installed(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-def python(folder: Path, script: str, **env: str) -> str:
+def python(folder: Path, script: str, *words: str, **env: str) -> str:
     done = subprocess.run(
-        [folder / ".venv/bin/python", "-c", script],
+        [folder / ".venv/bin/python", "-c", script, *words],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | env,
         cwd=folder,
         capture_output=True,
@@ -86,6 +99,33 @@ def test_the_cuda_profile_installs_and_imports_without_a_driver(installed, tmp_p
     shutil.copy(stand_in, tmp_path / "libcuda.so.1")
     said = python(installed, LOAD_KERNELS, LD_LIBRARY_PATH=str(tmp_path))
     assert int(said.split()[-1]) >= 10
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.timeout(2400)
+def test_vllm_s_extensions_load_with_an_older_torch_but_for_two(installed, tmp_path):
+    command = [installed / ".venv/bin/python", "-m", "pip", "install", "-q", "--no-compile"]
+    older = tmp_path / "older"
+    done = subprocess.run(
+        [*command, "--target", older, OLDER_TORCH],
+        env=os.environ | {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr
+    site = installed / ".venv/lib/python3.11/site-packages"
+    removed = pack.unloadable(site, older / "torch/lib")
+    names = {str(library.relative_to(site / "vllm")) for library in removed}
+    assert names == {"_qutlass_C.abi3.so", "third_party/deep_gemm/_C_extension.abi3.so"}
+    rest = [str(p) for p in sorted((site / "vllm").rglob("*.abi3.so")) if p not in removed]
+    [stand_in] = site.glob("pynvvideocodec*/libcuda-*.so")
+    shutil.copy(stand_in, tmp_path / "libcuda.so.1")
+    said = python(
+        installed, LOAD_FILES, *rest, LD_LIBRARY_PATH=str(tmp_path), PYTHONPATH=str(older)
+    )
+    assert f"loaded {len(rest)} with 2.11.0" in said and len(rest) >= 10
 
 
 @pytest.mark.nightly

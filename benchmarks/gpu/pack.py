@@ -1,6 +1,6 @@
 """Make an installed site folder small enough to carry to a machine without a network.
 
-    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 57]
+    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 57] [--torch LIB]
 
 SITE is what the GPU kit's `install` made (`pip install --target`), with Ray, Hydra, DeepSpeed and
 what they need added for the part `loop`. Code for other GPUs inside shared libraries becomes zeros,
@@ -10,6 +10,11 @@ vLLM 0.26 became 75 MB. OUT gets files of at most the limit:
     cat OUT/* | tar -xJ -C SITE       # there
 
 Nothing else of a library changes, not even its size. It serves GPUs of that architecture alone.
+
+With --torch, the folder torch/lib of the version that the other machine has, a vLLM that was built
+for another version is packed, too: its extensions are linked to symbols of torch that are stable
+over versions. One that wants a symbol which that torch lacks is removed and named; a library that
+vLLM cannot do without ends the command.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import argparse
 import shutil
 import struct
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -28,6 +34,8 @@ LIBRARIES = (
     "vllm/_moe_C_stable_libtorch.abi3.so",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
 )
+# parts of the names by which extensions call torch
+TORCH_NAMES = ("torch", "c10", "N2at", "aoti_")
 # FlashAttention 3 serves Hopper GPUs; the rest no check uses
 UNUSED = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
@@ -46,6 +54,43 @@ UNUSED = (
     "ray/dashboard/client",
     "pycountry/locales",
 )
+
+
+def unloadable(site: Path, torch: Path) -> dict[Path, str]:
+    """Extensions of vLLM that want a symbol of torch which the libraries in `torch` lack, with the
+    first such symbol. By the names that the linker reads (`nm -D`)."""
+    there = symbols("--defined-only", *torch.glob("*.so*"))
+    found = {}
+    for library in sorted((site / "vllm").rglob("*.so")):
+        lacking = [
+            name
+            for name in symbols("--undefined-only", library) - there
+            if any(word in name for word in TORCH_NAMES)
+        ]
+        if lacking:
+            found[library] = min(lacking)
+    return found
+
+
+def symbols(which: str, *libraries: Path) -> set[str]:
+    """Names of dynamic symbols without their versions; weak ones may be missing and do not
+    count."""
+    command = ["nm", "-D", which, *map(str, libraries)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        sys.exit(f"nm cannot read the libraries: {done.stderr.strip()}")
+    lines = (line.split() for line in done.stdout.splitlines())
+    return {w[-1].partition("@")[0] for w in lines if len(w) > 1 and w[-2] not in ("w", "v")}
+
+
+def drop_unloadable(site: Path, torch: Path) -> None:
+    """Remove what vLLM does without, and end where it does not."""
+    for library, symbol in unloadable(site, torch).items():
+        name = str(library.relative_to(site))
+        if name in LIBRARIES:
+            sys.exit(f"{name} wants {symbol}, which the torch in {torch} lacks")
+        library.unlink()
+        print(f"{name}: removed, wants {symbol}")
 
 
 def blank_other_code(data: bytearray, architecture: int) -> int:
@@ -109,7 +154,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--architecture", type=int, default=90)
     parser.add_argument("--limit-mb", type=int, default=57)
+    parser.add_argument("--torch", type=Path, help="torch/lib of the other machine's version")
     args = parser.parse_args()
+    if args.torch is not None:
+        drop_unloadable(args.site, args.torch)
     prune(args.site, args.architecture)
     pack(args.site, args.out, args.limit_mb << 20)
 

@@ -4,6 +4,7 @@ import struct
 import subprocess
 
 import pack
+import pytest
 
 
 def entry(kind, architecture, code):
@@ -29,6 +30,38 @@ def test_only_other_architectures_code_is_zeroed():
     assert pack.blank_other_code(data, 90) == len(ptx) + len(other)
     wanted = b"".join(parts).replace(other, bytes(len(other))).replace(ptx, bytes(len(ptx)))
     assert bytes(data) == wanted
+
+
+TORCH_A = "int torch_sum() { return 1; } int torch_new() { return 2; }"
+TORCH_B = "int torch_sum() { return 1; }"  # of an older version
+
+
+def library(path, code, *flags):
+    """A shared library of some lines of C."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path), *flags]
+    subprocess.run(command, input=code, text=True, check=True, timeout=60)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("torch, removed", [(TORCH_A, False), (TORCH_B, True)])
+def test_extensions_that_the_other_torch_cannot_load_are_removed(tmp_path, torch, removed, capsys):
+    site, lib = tmp_path / "site", tmp_path / "lib"
+    library(lib / "libtorch.so", torch)
+    needed = site / "vllm/_C_stable_libtorch.abi3.so"
+    library(needed, "int torch_sum(); int puts(const char *); int f() { return torch_sum(); }")
+    optional = site / "vllm/third_party/_other.so"
+    library(optional, "int torch_new(); int f() { return torch_new(); }")
+    weak = site / "vllm/_weak.so"
+    library(weak, "__attribute__((weak)) int torch_gone(); int f() { return torch_gone(); }")
+    pack.drop_unloadable(site, lib)
+    assert optional.exists() != removed and needed.exists() and weak.exists()
+    said = capsys.readouterr().out
+    assert said == ("vllm/third_party/_other.so: removed, wants torch_new\n" if removed else "")
+    library(needed, "int torch_new(); int f() { return torch_new(); }")
+    if removed:
+        with pytest.raises(SystemExit, match=r"_C_stable_libtorch.* wants torch_new"):
+            pack.drop_unloadable(site, lib)
 
 
 def test_pieces_together_are_the_folder(tmp_path):
