@@ -3,15 +3,17 @@ settings and each other."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.commands.derived import evaluation_actor
 from rlcore.config.schema import RunConfig
+from rlcore.errors import UserError
 from rlcore.models.folder import ATTENTION_FILE, is_masked, read_config, weight_files
 from rlcore.models.routes import route_bytes
 from rlcore.models.specs import FreshModelSpec
@@ -147,6 +149,7 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
         f"teacher.kind={config.teacher.kind}": config.teacher.used,
         f"critic.kind={config.critic.kind}": config.critic.trained,
         "bitwise=true": config.bitwise,
+        f"learner.fp8={config.learner.fp8}": config.learner.fp8 != "none",
     }
     used = next((setting for setting, on in unproven.items() if on), "")
     refuse(bool(used), f"{whose}, which is not proven with {used}: choose a dense model.")
@@ -156,12 +159,102 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
             f"{whose}, which actor.{label} with kind={actor.kind} and rounding={actor.rounding} "
             "cannot serve yet: choose actor=bf16.",
         )
+    _check_experts_on_gpus(config, whose)
+
+
+def _check_experts_on_gpus(config: RunConfig, whose: str) -> None:
+    """Refuse engines on GPUs that no row of the GPU check has shown to compute a mixture right."""
+    path = config.model.gpu_check
+    for label, actor in config.actor.items():
+        if actor.on_cpu:
+            continue
         refuse(
-            not actor.on_cpu,
+            path is None,
             f"{whose}, which actor.{label}.num_gpus={actor.num_gpus:g} cannot serve yet: on GPUs "
-            f"vLLM may hold experts in another order. Set actor.{label}.num_gpus=0 or choose a "
-            "dense model.",
+            f"vLLM may hold experts in another order. Set actor.{label}.num_gpus=0, choose a dense "
+            "model, or run benchmarks/gpu/check.py --parts experts 'experts graphs' there and give "
+            "its file of rows as model.gpu_check.",
         )
+        refuse(
+            actor.tensor_parallel > 1,
+            f"{whose}, which actor.{label}.tensor_parallel={actor.tensor_parallel} cannot serve on "
+            "GPUs yet: the GPU check shows engines of one GPU. Use 1, or choose a dense model.",
+        )
+        parts = ["experts"] if actor.eager else ["experts", "experts graphs"]
+        reason = unshown(check_rows(str(path)), parts, vllm_version())
+        refuse(
+            bool(reason),
+            f"model.gpu_check={path} does not show that actor.{label} serves a mixture of experts "
+            f"right: {reason}. Run benchmarks/gpu/check.py --parts {' '.join(map(repr, parts))} on "
+            "such a GPU, or choose a dense model.",
+        )
+
+
+def vllm_version() -> str:
+    """The installed version; "" without vLLM for GPUs."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_rows(path: str) -> list[dict[str, Any]]:
+    """The rows that the GPU check wrote. Raises UserError for another file."""
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    except (OSError, ValueError) as e:
+        raise UserError(
+            f"model.gpu_check={path} cannot be read as rows of benchmarks/gpu/check.py: {e}."
+        ) from e
+    if not all(isinstance(row, dict) and "part" in row for row in rows):
+        raise UserError(
+            f"model.gpu_check={path} has lines that are no rows of benchmarks/gpu/check.py."
+        )
+    return rows
+
+
+# mean |dlogp| up to which an engine agrees with the learner whatever the model
+# (`benchmarks/gpu/reference.py`)
+_AGREES = 0.05
+
+
+def unshown(rows: Sequence[Mapping[str, Any]], parts: Sequence[str], version: str) -> str:
+    """Why rows of the GPU check do not show that engines of this vLLM compute mixtures as the
+    learner does, and take updates in place; "" if they do."""
+    of_part: dict[str, list[Mapping[str, Any]]] = {part: [] for part in parts}
+    counts = False
+    for row in rows:
+        if row["part"] == "machine":
+            counts = row.get("device") != "cpu" and row.get("vllm") == (version or None)
+        elif counts and row["part"] in of_part:
+            of_part[row["part"]].append(row)
+    for part, own in of_part.items():
+        if not own:
+            return (
+                f"it has no rows of part {part} on a GPU with vLLM {version or '(not installed)'}"
+            )
+        failed = next((row["what"] for row in own if "what" in row), None)
+        if failed is not None:
+            return f"its part {part} {failed}"
+        key = "mean |dlogp| replayed"
+        gaps = [row for row in own if key in row]
+        wide = [r for r in gaps if not r[key] <= max(_AGREES, 2 * r.get(_OWN_ERROR, 0.0))]
+        if len(gaps) < 2 or wide:
+            found = f"{wide[0][key]:.3g} apart" if wide else "missing"
+            return f"log-probs of its part {part}, before and after an update, are {found}"
+        fresh = [row["as a fresh engine"] for row in own if "as a fresh engine" in row]
+        if part == "experts" and not (fresh and all(_all_of(text) for text in fresh)):
+            return "its updated engine does not sample as a fresh one"
+    return ""
+
+
+_OWN_ERROR = "learner's to float32, replayed"
+
+
+def _all_of(counted: str) -> bool:
+    """True for "4/4"."""
+    same, _, count = counted.partition("/")
+    return same == count != "0"
 
 
 def check_patches(config: RunConfig, model: Mapping[str, Any]) -> None:

@@ -125,6 +125,11 @@ class ModelSpec(TemplateSpec):
     max_len: int = setting(
         512, "longest episode that an engine or learner must hold", unit="tokens", gt=1
     )
+    gpu_check: str | None = setting(
+        None,
+        "mixtures of experts on GPUs: file of rows in which benchmarks/gpu/check.py has shown that "
+        "this vLLM's engines compute and update them right (parts experts, experts graphs)",
+    )
     trust_remote_code: Literal[False] = setting(False, "code from model folders is never run")
     warmup: WarmUpSpec | None = setting(None, "supervised warm-up of a fresh model")
 

@@ -1,11 +1,12 @@
 """Sizes of models, by headers and settings, and what is refused because of them."""
 
 import json
+import math
 import re
 
 import pytest
 
-from rlcore.commands import memory
+from rlcore.commands import memory, model_checks
 from rlcore.commands.model_checks import check_dense, check_experts
 from rlcore.config.compose import load
 from rlcore.errors import UserError
@@ -112,6 +113,72 @@ def test_a_known_mixture_of_experts_is_accepted_as_the_policy():
     check_experts(load(["run_dir=x"]), MIXTURE)
     check_experts(load(["run_dir=x", "actor.bf16.tensor_parallel=2"]), MIXTURE)
     check_experts(load(["run_dir=x", "learner.lora={rank: 4}", "actor=fp8"]), {"num_experts": 1})
+
+
+SHOWN = {
+    "experts": [
+        {"engine": "eager", "mean |dlogp| replayed": 0.02},
+        {"engine": "updated in place", "checksums": "131 equal", "update s": 0.4},
+        {"engine": "updated in place", "as a fresh engine": "16/16"},
+        # far, but not farther than the learner's own rounding explains
+        {"mean |dlogp| replayed": 0.09, "learner's to float32, replayed": 0.06},
+    ],
+    "experts graphs": [{"mean |dlogp| replayed": 0.02}, {"mean |dlogp| replayed": 0.03}],
+}
+
+
+def check_file(tmp_path, parts, device="H100", version="0.32.0"):
+    """Rows of the GPU check, after those of another machine."""
+    rows = [{"part": "machine", "device": "cpu"}, {"part": "experts", "what": "failed: time"}]
+    rows.append({"part": "machine", "device": device, "vllm": version})
+    rows += [{"part": part} | row for part, own in parts.items() for row in own]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"model.gpu_check={path}", "actor.bf16.num_gpus=1"]
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    monkeypatch.setattr(model_checks, "vllm_version", lambda: "0.32.0")
+
+
+def test_the_gpu_check_admits_a_mixture_on_gpus(tmp_path, with_vllm):
+    words = check_file(tmp_path, SHOWN)
+    check_experts(load(["run_dir=x", *words]), MIXTURE)
+    with pytest.raises(UserError, match="engines of one GPU"):
+        check_experts(load(["run_dir=x", *words, "actor.bf16.tensor_parallel=2"]), MIXTURE)
+    only = check_file(tmp_path, {"experts": SHOWN["experts"]})
+    check_experts(load(["run_dir=x", *only, "actor.bf16.enforce_eager=true"]), MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "says"),
+    [
+        ("experts graphs", [], "no rows of part experts graphs on a GPU with vLLM 0.32.0"),
+        ("experts", [{"what": "failed: CUDA error"}], "part experts failed: CUDA error"),
+        ("experts", SHOWN["experts"][:3], "are missing"),
+        ("experts", [*SHOWN["experts"], {"mean |dlogp| replayed": 0.07}], "are 0.07 apart"),
+        ("experts", [*SHOWN["experts"], {"mean |dlogp| replayed": math.nan}], "are nan apart"),
+        ("experts", [*SHOWN["experts"], {"as a fresh engine": "3/16"}], "as a fresh one"),
+        ("experts", [SHOWN["experts"][0]] * 2, "as a fresh one"),
+    ],
+)
+def test_a_check_that_has_not_shown_it_does_not(tmp_path, with_vllm, part, rows, says):
+    words = check_file(tmp_path, SHOWN | {part: rows})
+    with pytest.raises(UserError, match=re.escape(says)):
+        check_experts(load(["run_dir=x", *words]), MIXTURE)
+
+
+def test_a_check_of_a_cpu_or_of_another_vllm_shows_nothing(tmp_path, with_vllm):
+    for where in ({"device": "cpu"}, {"version": "0.26.0"}):
+        words = check_file(tmp_path, SHOWN, **where)
+        with pytest.raises(UserError, match=r"no rows of part experts on a GPU with vLLM 0\.32"):
+            check_experts(load(["run_dir=x", *words]), MIXTURE)
+    (tmp_path / "other").write_text("[1]\n")
+    for name, says in (("none", "cannot be read"), ("other", "are no rows")):
+        words = [f"model.gpu_check={tmp_path / name}", "actor.bf16.num_gpus=1"]
+        with pytest.raises(UserError, match=says):
+            check_experts(load(["run_dir=x", *words]), MIXTURE)
 
 
 def test_dense_models_are_not():
