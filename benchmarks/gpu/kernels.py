@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from setting import NO_LIGER, Row, Setting
+
+from rlcore.errors import UserError
 
 DIM = 128
 
@@ -160,7 +163,12 @@ def varlen(s: Setting, shape: dict[str, int]) -> None:
         begun = time.monotonic()
         try:
             out = attend(*inputs)
-        except (ImportError, RuntimeError, TypeError) as e:  # such as a wheel without that kernel
+        except (
+            ImportError,
+            RuntimeError,
+            TypeError,
+            UserError,
+        ) as e:  # such as a wheel without that kernel
             s.add("varlen", {"by": name, "what": f"failed: {type(e).__name__}: {str(e)[:120]}"})
             continue
         got = [out, *torch.autograd.grad((out.float() * weight).sum(), inputs)]
@@ -179,7 +187,7 @@ def packed_attention(lengths: list[int]) -> dict[str, Callable[..., Any]]:
     """[1, H, T, 128] -> [1, T, H, 128] each; the first is what the others are compared with."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    from rlcore.attention.varlen import Sequences, _attend
+    from rlcore.attention.varlen import Sequences, attend_packed, by_fa4, by_torch
 
     sequences = Sequences.of(torch.cat([torch.arange(n) for n in lengths])[None].cuda())
 
@@ -188,17 +196,13 @@ def packed_attention(lengths: list[int]) -> dict[str, Callable[..., Any]]:
         found = [scaled_dot_product_attention(*p, is_causal=True, enable_gqa=True) for p in parts]
         return torch.cat(found, dim=2).transpose(1, 2)
 
-    def fourth(*inputs: Any) -> Any:
-        from vllm.vllm_flash_attn.cute.interface import flash_attn_varlen_func
-
-        bounds = {"cu_seqlens_q": sequences.bounds, "cu_seqlens_k": sequences.bounds}
-        packed = (x[0].transpose(0, 1).contiguous() for x in inputs)
-        return flash_attn_varlen_func(*packed, **bounds, causal=True)[0][None]
+    def packed(kernel: Any, *inputs: Any) -> Any:
+        return attend_packed(kernel, None, *inputs, None, sequences=sequences)[0]
 
     return {
         "SDPA": each,
-        "torch": lambda *inputs: _attend(None, *inputs, None, sequences=sequences)[0],
-        "FlashAttention 4": fourth,
+        "torch": partial(packed, by_torch),
+        "FlashAttention 4": partial(packed, by_fa4),
     }
 
 

@@ -86,7 +86,7 @@ def gaps(got: list[torch.Tensor], want: list[torch.Tensor]) -> Row:
 def contenders(s: Setting, bounds: list[int]) -> dict[str, Attend]:
     """Sparse attention both ways, and dense attention for scale, of sequences of equal lengths."""
     from rlcore.attention.implementation import SparseRows, attend_rows, attend_rows_by_blocks
-    from rlcore.attention.varlen import Sequences, _attend
+    from rlcore.attention.varlen import Sequences, attend_packed, by_torch
 
     rows = SparseRows(s.rule, None, bounds)
     places = (torch.arange(bounds[-1], device="cuda") % bounds[1])[None]
@@ -94,7 +94,9 @@ def contenders(s: Setting, bounds: list[int]) -> dict[str, Attend]:
     return {
         "FlexAttention": lambda q, k, v: attend_rows_by_blocks(q, k, v, rows),
         "masked SDPA": lambda q, k, v: attend_rows(q, k, v, rows),
-        "dense varlen": lambda q, k, v: _attend(None, q, k, v, None, sequences=dense)[0],
+        "dense varlen": lambda q, k, v: attend_packed(
+            by_torch, None, q, k, v, None, sequences=dense
+        )[0],
     }
 
 

@@ -290,12 +290,13 @@ def _looked_up(
     return sees
 
 
-# By the dense implementation. The last two are GPUs' kernels, where block masks take the place of
+# By the dense implementation. The last three are GPUs' kernels, where block masks take the place of
 # masks over tokens. transformers tries to import any name that contains "flash".
 _NAMES = {
     "sdpa": "block_topk_sdpa",
     "eager": "block_topk_eager",
     "varlen": "block_topk_flex",
+    "fa4": "block_topk_flex",
     "flash_attention_2": "block_topk_flex",
 }
 _BY_BLOCKS = _NAMES["varlen"]
@@ -332,9 +333,9 @@ class SparseRows:
 def register(dense: str = "sdpa") -> str:
     """Register with transformers and return the implementation's name.
 
-    `dense` serves forwards without `sparse_rows`. Beside a GPU's kernel (varlen, flash_attention_2)
-    FlexAttention computes sparse forwards, and a forward without `sparse_rows` is a
-    RuntimeError. Raises UserError for another dense implementation.
+    `dense` serves forwards without `sparse_rows`. Beside a GPU's kernel (varlen, fa4,
+    flash_attention_2) FlexAttention computes sparse forwards, and a forward without `sparse_rows`
+    is a RuntimeError. Raises UserError for another dense implementation.
     """
     if dense not in _NAMES:
         raise UserError.choice("learner.attention", dense, tuple(_NAMES))

@@ -13,6 +13,7 @@ from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
 from rlcore.config.learner_checks import (
     check_bitwise,
     check_critic,
+    check_fp8,
     check_layers,
     check_round_as,
     check_teacher,
@@ -484,6 +485,7 @@ RULES = (
     check_critic,
     check_teacher,
     check_layers,
+    check_fp8,
     _epochs,
     _losses,
     _whole_corrections,

@@ -315,7 +315,7 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
     yield f"{wrong}={getattr(actor, wrong):g}", off, "which is an error on purpose: leave it out"
 
 
-# ----- layers by kernels of another library -----
+# ----- layers by kernels of other libraries -----
 
 
 def check_layers(c: RunConfig) -> None:
@@ -329,3 +329,29 @@ def check_layers(c: RunConfig) -> None:
     )
     for other, used in _unusual(c):
         refuse(used, f"{layers} is not proven with {other}: leave that out, or use layers=torch.")
+
+
+def check_fp8(c: RunConfig) -> None:
+    """Products of FP8 numbers are refused where no run has shown them."""
+    learner, fp8 = c.learner, f"learner.fp8={c.learner.fp8}"
+    if learner.fp8 == "none":
+        return
+    refuse(
+        learner.num_gpus > 0 and learner.compute_dtype == "float32",
+        f"{fp8} gives products in the model's dtype, and learner.dtype={learner.dtype} is float32, "
+        "which GPUs' FP8 products lack: use learner.dtype=bfloat16, or fp8=none.",
+    )
+    refuse(
+        learner.zero_stage == 3,
+        f"{fp8} keeps the weights that learner.zero_stage=3 gathers until the backward pass, so "
+        "that a rank would hold the whole model: choose 0, 1 or 2.",
+    )
+    others = {
+        "learner.lora": learner.lora is not None,
+        f"learner.round_as={learner.round_as}": learner.round_as is not None,
+        "bitwise=true": c.bitwise,
+        f"critic.kind={c.critic.kind}": c.critic.trained,
+        f"teacher.kind={c.teacher.kind}": c.teacher.used,
+    }
+    for other, used in (*_unusual(c), *others.items()):
+        refuse(used, f"{fp8} is not proven with {other}: leave that out, or use fp8=none.")

@@ -22,7 +22,7 @@ from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
-from rlcore.learner.layer_kernels import liger_layers, own_norms
+from rlcore.learner.layer_kernels import float8_layers, liger_layers, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
@@ -383,6 +383,8 @@ class _Models:
         spec, layers = self._job.rounding, None
         if rounded and spec is not None:
             layers = RoundedLayers(lm, spec, model_path=self._job.model_path)
+        if rounded and self._spec.fp8 != "none":
+            float8_layers(lm, self._spec.fp8, emulate=self._device == CPU)
         return Policy(lm, rule, replay, self._shards, layers)
 
     def _trained(
@@ -423,7 +425,7 @@ class _Models:
             return self.attention == "sdpa"
         # one mask over the nodes knows no pages, and transformers takes any name with "flash" in it
         # for a package
-        return self.attention in ("sdpa", "varlen") and self._job.sparse is None
+        return self.attention in ("sdpa", "varlen", "fa4") and self._job.sparse is None
 
     def _share_too(self, lm: nn.Module, rule: SparseSpec | None) -> None:
         """Prepare a further model for the policy's micro-batches, or give up sharing for all."""

@@ -1,8 +1,10 @@
 """Layers of a causal LM with other kernels than transformers': on CPU, RMS norms with a backward
-pass written here; on GPUs, Liger's norms, MLPs and rotary embeddings."""
+pass written here; on GPUs, Liger's norms, MLPs and rotary embeddings; and linear maps that multiply
+FP8 numbers, by torchao."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -144,6 +146,46 @@ def liger_layers(lm: nn.Module) -> None:
         elif name.endswith("MLP"):
             SWIGLU.replace(MethodType(_liger_mlp, module), of=module)
     ROTARY[kind].replace(liger_rope)
+
+
+# Linear maps by torchao's float8 (package torchao): inputs, weights and gradients are rounded to
+# E4M3 (gradients with a scale a tensor to E5M2), each scaled to the largest entry of its tensor or
+# row, just before each of the three products of a layer; sums and results have the dtype of before.
+
+_RECIPES = {"tensor": "tensorwise", "row": "rowwise"}
+_TILE = 16  # GPUs multiply matrices of FP8 numbers whose sides are multiples of it
+
+
+def float8_layers(lm: nn.Module, scales: str, *, emulate: bool) -> int:
+    """Have the linear maps of a causal LM but its head multiply FP8 numbers, in place; returns how
+    many they are. Parameters keep their names and values.
+
+    `emulate`: the same rounding, and products of the rounded numbers in their own dtype. Raises
+    UserError without the package, or for maps whose sides a GPU cannot multiply.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as e:
+        raise UserError(
+            f"learner.fp8={scales} needs the package torchao ({e}): install rlcore[fp8], or use "
+            "learner.fp8=none."
+        ) from e
+    head = lm.get_output_embeddings()  # type: ignore[operator]
+    maps = {n: m for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    odd = [n for n, m in maps.items() if m.in_features % _TILE or m.out_features % _TILE]
+    if odd or not maps:
+        sizes = (
+            f"{odd[0]} of {maps[odd[0]].in_features} to {maps[odd[0]].out_features}" if odd else ""
+        )
+        raise UserError(
+            f"learner.fp8={scales} needs linear maps whose sides are multiples of {_TILE}, and the "
+            f"model has {sizes or 'none'}: use learner.fp8=none."
+        )
+    config = Float8LinearConfig.from_recipe_name(_RECIPES[scales])
+    # a micro-batch has any number of positions, which one of the products sums over
+    config = replace(config, emulate=emulate, pad_inner_dim=not emulate)
+    convert_to_float8_training(lm, config=config, module_filter_fn=lambda _, name: name in maps)
+    return len(maps)
 
 
 def _liger_norm(module: Any, x: Tensor) -> Tensor:

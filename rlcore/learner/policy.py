@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from rlcore.attention.implementation import SparseRows, register
 from rlcore.attention.shared_prefix import NO_MASK, SHARED_PREFIX
 from rlcore.attention.specs import SparseSpec
-from rlcore.attention.varlen import NAME as VARLEN
-from rlcore.attention.varlen import Sequences, register_varlen
+from rlcore.attention.varlen import NAMES as PACKED
+from rlcore.attention.varlen import Sequences, register_fa4, register_varlen
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
@@ -106,7 +106,7 @@ class Replay:
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Attention = Literal["sdpa", "varlen", "flash_attention_2"]
+Attention = Literal["sdpa", "varlen", "fa4", "flash_attention_2"]
 # before the name of an attention, where it exchanges the positions that other ranks hold
 IN_PARTS = "in_parts_"
 # settings of configurations by which a head does more to its logits than one product
@@ -182,7 +182,8 @@ def _implementation(attention: Attention, sparse: bool) -> str:
     """The name of an attention in transformers."""
     if sparse:
         return register(attention)
-    return register_varlen() if attention == "varlen" else attention
+    packed = {"varlen": register_varlen, "fa4": register_fa4}
+    return packed[attention]() if attention in packed else attention
 
 
 def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:
@@ -278,7 +279,7 @@ class Policy(nn.Module):
         implementation = implementation.removeprefix(SHARED_PREFIX)
         if self.sparse is not None:
             return {"sparse_rows": sparse_rows(mb, self.sparse)}
-        if implementation == VARLEN:
+        if implementation in PACKED:
             return {"sequences": Sequences.of(mb.position_ids)}
         if implementation == "flash_attention_2" and mb.input_ids.shape[0] == 1:
             # otherwise transformers finds them in the positions, in every layer again

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
+from rlcore.learner.optimizer_specs import OffloadSpec, OptimizerSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
 from rlcore.spec import Spec, Unread, refuse, setting
@@ -148,7 +149,6 @@ def check_offload(spec: LearnerSpec, key: str) -> None:
 CRITIC = "critic"  # a companion that is not published
 SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
 LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: MaxLoRARanks)
-LrSchedule = Literal["constant", "linear", "cosine"]
 
 
 class LoraSpec(Spec):
@@ -248,72 +248,6 @@ class CriticSpec(ValueSpec):
         )
 
 
-class OptimizerSpec(Spec):
-    """AdamW, its learning rate and the clip of the gradient."""
-
-    unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(
-            ("lr_decay_steps", "lr_final"),
-            lambda spec: spec.lr_schedule == "constant",
-            "lr_schedule=constant has no decay",
-        ),
-    )
-
-    lr: float = setting(2e-4, "peak learning rate", gt=0)
-    lr_warmup_steps: int = setting(5, "steps of linear warm-up", ge=0)
-    lr_schedule: LrSchedule = setting("constant", "after the warm-up, until lr_decay_steps")
-    lr_decay_steps: int | None = setting(
-        None,
-        "null: schedule.steps; a number keeps the rate when a run is made longer later",
-        gt=0,
-    )
-    lr_final: float = setting(0.0, "share of lr that linear and cosine end at", ge=0, le=1)
-    betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW")
-    eps: float = setting(1e-8, "of AdamW, beside the root of the second moment", gt=0)
-    weight_decay: float = setting(0.0, "of AdamW", ge=0)
-    grad_clip: float = setting(1.0, "largest gradient norm", gt=0)
-
-
-class OffloadSpec(Spec):
-    """The tensors that ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""
-
-    unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(
-            ("pin_memory",),
-            lambda spec: spec.optimizer == spec.parameters == "none",
-            "optimizer=none with parameters=none offloads nothing",
-        ),
-    )
-
-    optimizer: Literal["none", "cpu", "nvme"] = setting(
-        "none",
-        "cpu: AdamW's float32 weights and moments are in host memory, and the step is computed "
-        "there; nvme: on disk between steps",
-    )
-    parameters: Literal["none", "cpu"] = setting(
-        "none", "cpu: a rank's parameters, and the KL reference's, are in host memory between uses"
-    )
-    nvme_path: str | None = setting(None, "folder of optimizer=nvme, on a local disk of each node")
-    pin_memory: bool = setting(True, "page-locked host memory: faster copies, less to swap out")
-
-    def check(self, key: str) -> None:
-        refuse(
-            self.parameters != "none" and self.optimizer == "none",
-            f"{key}.parameters={self.parameters} would leave the larger part on the GPU: set "
-            f"{key}.optimizer=cpu or nvme as well.",
-        )
-        refuse(
-            self.optimizer == "nvme" and not self.nvme_path,
-            f"{key}.optimizer=nvme needs a folder on a local disk of each node: set "
-            f"{key}.nvme_path.",
-        )
-        refuse(
-            self.optimizer != "nvme" and self.nvme_path is not None,
-            f"{key}.nvme_path={self.nvme_path} is read by {key}.optimizer=nvme alone, which is "
-            f"{self.optimizer}: leave it null, or set optimizer=nvme.",
-        )
-
-
 class LearnerSpec(OptimizerSpec):
     """The ranks that train the policy, and its companions."""
 
@@ -378,14 +312,20 @@ class LearnerSpec(OptimizerSpec):
         "auto: compute the common prefix of a group's sequences once where that is less work and "
         "the attention allows it (whole context; CPU: sdpa, sparse_prompt=true; GPU: not sparse)",
     )
-    attention: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = setting(
+    attention: Literal["auto", "sdpa", "varlen", "fa4", "flash_attention_2"] = setting(
         "auto",
         "auto: on GPU flash-attn where it is installed, else torch's own kernel (varlen); on CPU "
-        "sdpa. Sparse attention: masks over tokens with sdpa, else FlexAttention's blocks",
+        "sdpa. fa4: FlashAttention 4 of vLLM's wheel, for Hopper and Blackwell. Sparse attention: "
+        "masks over tokens with sdpa, else FlexAttention's blocks",
     )
     layers: Literal["torch", "liger"] = setting(
         "torch",
         "liger: norms, MLPs and rotary embeddings of Qwen3 and Llama by kernels of liger-kernel",
+    )
+    fp8: Literal["none", "tensor", "row"] = setting(
+        "none",
+        "linear maps of the layers multiply FP8 numbers, forward and backward, by torchao, with a "
+        "scale a tensor or a row (emulated on CPU); weights and optimizer stay as they are",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations")
     router_replay: bool = setting(
@@ -479,12 +419,12 @@ class LearnerSpec(OptimizerSpec):
             f"{key}.betas={list(self.betas)} is not accepted: both must be at least 0 and below 1.",
         )
         refuse(
-            self.attention in ("flash_attention_2", "varlen") and self.num_gpus == 0,
+            self.attention not in ("auto", "sdpa") and self.num_gpus == 0,
             f"{key}.attention={self.attention} needs a GPU: set {key}.num_gpus=1 or "
             f"{key}.attention=sdpa.",
         )
         refuse(
-            self.attention in ("flash_attention_2", "varlen") and self.compute_dtype == "float32",
+            self.attention not in ("auto", "sdpa") and self.compute_dtype == "float32",
             f"{key}.attention={self.attention} has no float32 kernel: set {key}.dtype=bfloat16 or "
             f"{key}.attention=sdpa.",
         )

@@ -5,6 +5,8 @@ kernel's own registration checks the call on tensors without memory."""
 from __future__ import annotations
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlcore.attention import varlen
-from rlcore.attention.varlen import Sequences, register_varlen
+from rlcore.attention.varlen import Sequences, register_fa4, register_varlen
 from rlcore.errors import UserError
 
 LENGTHS = (5, 9, 1, 7)
+WHEEL = "vllm.vllm_flash_attn.cute.interface"
 real_kernel = varlen.varlen_attn
 
 
@@ -116,6 +119,58 @@ def test_a_torch_without_groups_is_given_a_key_head_for_each_query_head(monkeypa
     assert heads == [(4, 4, 4)] * 3
 
 
+@pytest.mark.parametrize("sliding", [None, 4])
+def test_the_fourth_kernel_is_asked_for_what_torch_s_computes(monkeypatch, sliding):
+    """FlashAttention 4 needs a GPU: its interface, and a plain implementation behind it."""
+
+    # the parameters that are used, by the names of vLLM 0.32's wheel
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size,
+    ):
+        assert causal and window_size[1] is None and all(x.is_contiguous() for x in (q, k, v))
+        window = (-1 if window_size[0] is None else window_size[0], 0)
+        grouped = {"scale": softmax_scale, "window_size": window, "enable_gqa": True}
+        bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return plain(q, k, v, *bounds, **grouped), None
+
+    monkeypatch.setattr(varlen, "varlen_attn", plain)
+    parts = WHEEL.split(".")
+    for n in range(len(parts)):  # vLLM itself takes seconds to import
+        name = ".".join(parts[: n + 1])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[WHEEL].flash_attn_varlen_func = flash_attn_varlen_func
+    varlen._fourth.cache_clear()
+    name = register_fa4()
+    assert "flash" not in name
+    _, packed = models(
+        **({} if sliding is None else {"use_sliding_window": True, "sliding_window": sliding})
+    )
+    ids = torch.cat(sequences())[None]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    how = {"position_ids": positions, "sequences": Sequences.of(positions), "use_cache": False}
+    want = packed(ids, **how).logits
+    packed.set_attn_implementation(name)
+    torch.testing.assert_close(packed(ids, **how).logits, want)
+    varlen._fourth.cache_clear()
+
+
+def test_without_vllm_s_wheel_the_fourth_kernel_is_refused(monkeypatch):
+    varlen._fourth.cache_clear()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match=r"learner.attention=fa4 needs .* choose varlen"):
+        register_fa4()
+
+
 def test_padded_rows_equal_sdpa_where_there_are_tokens(calls):
     dense, packed = models()
     ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)
@@ -134,7 +189,8 @@ def test_torch_s_kernel_takes_these_arguments():
         return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
 
     bounds = torch.empty(3, device="meta", dtype=torch.int32)
-    out, _ = varlen._attend(
+    out, _ = varlen.attend_packed(
+        varlen.by_torch,
         None,
         on_meta(1, 16, 4096, 128),
         on_meta(1, 8, 4096, 128),
@@ -151,6 +207,6 @@ def test_what_the_kernel_cannot_compute_is_refused(calls):
     x = torch.zeros(1, 2, 4, 8)
     bounds = Sequences(torch.tensor([0, 4], dtype=torch.int32), 4)
     with pytest.raises(UserError, match=r"learner\.attention=varlen"):
-        varlen._attend(None, x, x, x, None, sequences=bounds, softcap=30.0)
+        varlen.attend_packed(varlen.by_torch, None, x, x, x, None, sequences=bounds, softcap=30.0)
     with pytest.raises(RuntimeError, match="takes sequences"):
-        varlen._attend(None, x, x, x, None)
+        varlen.attend_packed(varlen.by_torch, None, x, x, x, None)

@@ -356,7 +356,15 @@ REFUSED = [  # words; parts that the sentence must hold
         [*GPUS, "learner.layers=liger", "learner.ranks=2", "learner.tensor_parallel=2"],
         ["learner.layers=liger", "learner.tensor_parallel=2"],
     ),
+    (["learner.fp8=tensor", "learner.zero_stage=3"], ["learner.fp8=tensor", "zero_stage=3"]),
+    (["learner.fp8=row", "learner.lora={}"], ["learner.fp8=row", "learner.lora"]),
+    ([*GPUS, "learner.fp8=row", "learner.dtype=float32"], ["learner.fp8=row", "dtype=bfloat16"]),
+    (
+        ["learner.fp8=tensor", "learner.ranks=2", "learner.tensor_parallel=2"],
+        ["learner.fp8=tensor", "learner.tensor_parallel=2"],
+    ),
     (["learner.attention=varlen"], ["learner.attention=varlen", "learner.num_gpus"]),
+    (["learner.attention=fa4"], ["learner.attention=fa4", "learner.num_gpus"]),
     (
         ["learner.attention=varlen", "learner.num_gpus=1", "learner.dtype=float32"],
         ["learner.attention=varlen", "learner.dtype=bfloat16"],

@@ -26,7 +26,7 @@ GRADED = (
 PLAYED = "max_turns max_observation_tokens step_timeout_s episode_timeout_s concurrency memory_mib"
 FREE = {
     "": "run_dir resume takeover_after_s bitwise",
-    "model": "max_len trust_remote_code warmup.cache_dir",
+    "model": "max_len gpu_check trust_remote_code warmup.cache_dir",
     "task": GRADED,
     "task.LABEL": f"{GRADED} weight samples_per_prompt max_new_tokens stop advantage",
     "task.LABEL.environment": PLAYED,
@@ -81,7 +81,7 @@ FREE = {
     "learner": (
         "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas eps weight_decay grad_clip "
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
-        "dtype micro_batch_tokens layout share_prefix attention layers gradient_checkpointing "
+        "dtype micro_batch_tokens layout share_prefix attention layers fp8 gradient_checkpointing "
         "head_chunk_tokens fp32_head overlap_comm ref_pass activation_cache_mib port "
         "offload_while_sampling max_threads train_sparse round_as"
     ),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlcore.errors import UserError
-from rlcore.learner.layer_kernels import liger_layers, own_norms, rms_norm
+from rlcore.learner.layer_kernels import float8_layers, liger_layers, own_norms, rms_norm
 from rlcore.learner.policy import load_causal_lm
 
 
@@ -81,21 +82,61 @@ def test_what_liger_s_kernels_are_not_proven_for_is_refused(tmp_path):
         liger_layers(lm)
 
 
-LIGER = "liger-kernel==0.8.5"
+def test_fp8_products_need_their_package_and_sides_that_gpus_multiply(tmp_path, monkeypatch):
+    lm = load_causal_lm(small_model(tmp_path), "float32", "sdpa")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=r"fp8=row needs the package torchao .*rlcore\[fp8\]"):
+        float8_layers(lm, "row", emulate=True)
+    stand_in = types.ModuleType("torchao.float8")
+    stand_in.Float8LinearConfig = stand_in.convert_to_float8_training = None
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", stand_in)
+    with pytest.raises(UserError, match=r"multiples of 16, and the model has .*q_proj of 66 to 32"):
+        float8_layers(lm, "tensor", emulate=True)
+
+
+LIGER, TORCHAO = "liger-kernel==0.8.5", "torchao==0.18.0"
+
+
+def installed(package: str, file: str) -> str:
+    """A folder that holds a package, kept between runs of the tests."""
+    folder = Path(tempfile.gettempdir()) / f"rlcore-{package.replace('==', '-')}"
+    if not (folder / file).is_file():
+        words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+        done = subprocess.run(
+            [*words, str(folder), package], capture_output=True, text=True, timeout=deadline(300)
+        )
+        if done.returncode:
+            pytest.skip(f"{package} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+    return str(folder)
 
 
 @pytest.fixture
 def liger() -> str:
-    """A folder that holds liger-kernel, kept between runs of the tests."""
-    folder = Path(tempfile.gettempdir()) / f"rlcore-{LIGER.replace('==', '-')}"
-    if not (folder / "liger_kernel/ops/swiglu.py").is_file():
-        words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
-        done = subprocess.run(
-            [*words, str(folder), LIGER], capture_output=True, text=True, timeout=deadline(300)
-        )
-        if done.returncode:
-            pytest.skip(f"{LIGER} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-    return str(folder)
+    return installed(LIGER, "liger_kernel/ops/swiglu.py")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_fp8_products_train_as_their_definition(scales, tmp_path):
+    """By torchao, which is in no lock, emulated: against the three products of a layer written
+    here, over two optimizer steps of a rank."""
+    folder, here = installed(TORCHAO, "torchao/float8/__init__.py"), Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *sys.path, folder])
+    done = subprocess.run(
+        [sys.executable, str(here / "fp8_jobs.py"), scales, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=deadline(280),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.rpartition("FOUND")[2])
+    assert found["maps"] == 2 * 7
+    for name, apart in found["apart"].items():
+        assert apart < 1e-6, (name, apart)
+    assert found["without"] > 1e-3  # rounding does change what is learned
 
 
 @pytest.mark.slow

@@ -341,6 +341,7 @@ def test_a_model_that_mixes_neighbours_outside_its_attention_shares_nothing():
         ({"distill": {}, "sparse": SparseSpec(blocks=2, sparse_prompt=False)}, False),
         ({"num_gpus": 1, "dtype": "float32"}, True),
         ({"num_gpus": 1, "attention": "varlen"}, True),
+        ({"num_gpus": 1, "attention": "fa4"}, True),
         ({"num_gpus": 1, "attention": "flash_attention_2"}, False),
         ({"num_gpus": 1, "train_sparse": True, "sparse": SparseSpec(blocks=2)}, False),
         ({"num_gpus": 1, "distill": {}, "sparse": SparseSpec(blocks=2)}, False),
