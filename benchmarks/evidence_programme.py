@@ -263,7 +263,10 @@ _STRATA_STUDY = Study(
     },
     swept=False,
     figure=("matched", UNCORRECTED, "by kind", "pooled"),
-    watched=("mismatch/kl_k3@bf16", "mismatch/kl_k3@fp8", "mismatch/ess@fp8"),
+    watched=(
+        *("mismatch/kl_k3@bf16", "mismatch/kl_k3@fp8"),
+        *("mismatch/ess@bf16", "mismatch/ess@fp8"),
+    ),
 )
 # admitted staleness: bounds that stay, and a set-point under the largest of them
 _SET_POINT_STUDY = Study(
