@@ -73,6 +73,10 @@ def test_a_run_is_prepared_without_torch(tmp_path):
         "import rlcore.commands.train as command\n"
         "from rlcore.config.compose import load\n"
         f"command.prepare(load(['experiment=quickstart', 'run_dir={tmp_path}/run']))\n"
+        "from pathlib import Path\n"
+        "from rlcore.commands import about\n"
+        "about.DRIVERS = ()\n"
+        f"command.write_about(Path({str(tmp_path)!r}))\n"
         "found = {'torch', 'vllm', 'deepspeed'} & set(sys.modules)\n"
         "sys.exit(str(found) if found else 0)\n"
     )

@@ -9,8 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -52,7 +51,11 @@ SKIPPED_OUTPUT = Patch(
     "to leave its paragraph on a dead worker to its logs",
     _RAY,
 )
-PATCHES = (CONSOLE_POPEN, ONLY_LOOPBACK, SKIPPED_OUTPUT)
+_UNUSED = "to start no process that a local cluster has no use for"
+# Its server starts even with include_dashboard=False, and ray.init waits for it.
+DASHBOARD = Patch("ray._private.node:Node", "start_api_server", _UNUSED, _RAY)
+AUTOSCALER = Patch("ray._private.node:Node", "start_monitor", _UNUSED, _RAY)
+PATCHES = (CONSOLE_POPEN, ONLY_LOOPBACK, SKIPPED_OUTPUT, DASHBOARD, AUTOSCALER)
 
 
 @contextlib.contextmanager
@@ -85,12 +88,12 @@ def cluster(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logs = bool(os.environ.get("RLCORE_RAY_LOGS"))
     quiet: dict[str, Any] = {"log_to_driver": logs or bool(stderr), "logging_level": "ERROR"}
-    before = set(psutil.Process().children())
+    own: list[int] = []  # ids of the processes that Ray starts here
     deadline = time.monotonic() + patience_s
     try:
         if address is None:
             memory = spec.object_store_mib << 20
-            _start_local(num_cpus=cpus, object_store_memory=memory, **quiet)
+            _start_local(own, num_cpus=cpus, object_store_memory=memory, **quiet)
         else:
             _poll(lambda: _check_reachable(address), deadline, patience_s)
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **quiet)
@@ -107,7 +110,7 @@ def cluster(
         ) from e
     except SystemExit as e:
         # a SIGTERM while Ray started: its own handler, which is in place by then, exits
-        _shut_down(before, ours=address is None)
+        _shut_down(own)
         raise KeyboardInterrupt from e
     try:
         if stderr is not None:
@@ -118,7 +121,7 @@ def cluster(
         yield
     finally:
         ray_logging.global_worker_stdstream_dispatcher.remove_handler(STDERR)
-        _shut_down(before, ours=address is None)
+        _shut_down(own)
 
 
 def _hand_over(stderr: Callable[[str, str], None], *, printed: bool) -> None:
@@ -195,13 +198,13 @@ def _local_cpus(spec: RaySpec, needed_cpus: float, needed_gpus: float) -> int:
     return cpus
 
 
-def _shut_down(before: set[psutil.Process], *, ours: bool) -> None:
-    """Disconnect, and end the remaining processes of a cluster of `ours`: every child that did not
-    exist `before`."""
-    started = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
+def _shut_down(own: Sequence[int]) -> None:
+    """Disconnect, and end the remaining processes of a cluster of our own: those of these ids, and
+    what they started."""
+    children = [child for child in psutil.Process().children() if child.pid in own]
+    started = [p for child in children for p in _family(child)]
     ray.shutdown()
-    if ours:
-        _end(started)
+    _end(started)
 
 
 def _local_gpus() -> int:
@@ -240,9 +243,9 @@ def _check_reachable(address: str) -> None:
         raise UserError(f"cluster.address={address} does not answer: {e.strerror or e}.") from e
 
 
-def _start_local(**settings: Any) -> None:
-    """Start a cluster of this process. Ray gives its node half a minute, which a busy machine may
-    exceed once."""
+def _start_local(own: list[int], **settings: Any) -> None:
+    """Start a cluster of this process, and note the ids of its processes in `own`. Ray gives its
+    node half a minute, which a busy machine may exceed once."""
     # Have every port of a local cluster bound to loopback. Ray turns 127.0.0.1 into the machine's
     # outside address and then listens on all interfaces, unless clusters of several machines are
     # switched off; the variable says so to the processes it starts, the constant to this one.
@@ -256,13 +259,31 @@ def _start_local(**settings: Any) -> None:
     settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     for last in (False, True):
         try:
-            with CONSOLE_POPEN.replaced(partial(services.ConsolePopen, process_group=0)):
+            with _own_processes(own):
                 ray.init(**settings)
             return
         except Exception as e:  # Ray raises a bare one here
             ray.shutdown()
             if last or "timed out during startup" not in str(e):
                 raise StageError(f"Ray did not start on this machine: {last_line(str(e))}") from e
+
+
+@contextlib.contextmanager
+def _own_processes(own: list[int]) -> Iterator[None]:
+    """A context in which Ray starts the processes of a local cluster: noted, in process groups of
+    their own, and without those that nothing here uses."""
+    popen = services.ConsolePopen
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        process = popen(*args, process_group=0, **kwargs)
+        own.append(process.pid)
+        return process
+
+    def skip(*_: Any, **__: Any) -> None:
+        pass
+
+    with CONSOLE_POPEN.replaced(noted), DASHBOARD.replaced(skip), AUTOSCALER.replaced(skip):
+        yield
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -17,6 +17,8 @@ import psutil
 
 from rlcore.files import replace_file
 
+# what a driver of GPUs shows: NVIDIA's, that of Windows for its Linux, AMD's
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 AMPERE = (8, 0)  # compute capabilities
 ADA = (8, 9)
 
@@ -47,7 +49,10 @@ def this_machine() -> GpuMachine:
 
 
 def devices() -> list[str]:
-    """The names of the GPUs that torch sees. Imports torch."""
+    """The names of the GPUs that torch sees. Imports torch only where a GPU has a driver: a run's
+    driver process needs no torch, and waits for it before any other process starts."""
+    if not any(Path(path).exists() for path in DRIVERS):
+        return []
     import torch
 
     if not torch.cuda.is_available():

@@ -15,6 +15,7 @@ import time
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -241,8 +242,9 @@ class WandbSink(Sink):
     that a later sync joins its parts. Samples are tables, `samples/training` and
     `samples/<evaluation>`; W&B adds metrics of the machine.
 
-    Its service is a process of its own, which may die or hang as any other.
-    Raises UserError when W&B refuses (mode online without an account or a network), or is missing.
+    Its service is a process of its own, which may die or hang as any other. Offline it starts while
+    the caller goes on: its package takes more than a second. Raises UserError when W&B refuses mode
+    online (without an account or a network), or is missing.
     """
 
     title = "W&B (logging.wandb)"
@@ -251,9 +253,6 @@ class WandbSink(Sink):
 
     def __init__(self, run_dir: Path, spec: LoggingSpec, config: Mapping[str, Any]) -> None:
         mode = wandb_mode(spec)
-        import wandb  # not at the top: a run without W&B must not load it
-
-        self._wandb = wandb
         folder = run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         # Outside W&B's own folders, whose names change with every start.
@@ -264,14 +263,29 @@ class WandbSink(Sink):
         # W&B's steps must rise, and an evaluation's version may be an earlier one: tables go with
         # the next row
         self._tables: dict[str, list[list[str | float | None]]] = {}
+        self._wandb: Any = None  # the package, once it is there
+        self._run: Any = None
+        start = partial(self._start, run_dir, spec, mode, dict(config), id_file.read_text().strip())
+        if mode == "online":
+            start()
+        self._calls = Calls("W&B's service")
+        if mode == "offline":
+            self._calls.put(start)
+
+    def _start(
+        self, run_dir: Path, spec: LoggingSpec, mode: str, config: Mapping[str, Any], run_id: str
+    ) -> None:
+        import wandb  # not at the top: a run without W&B must not load it
+
+        self._wandb = wandb
         try:
-            self._run: Any = wandb.init(
+            self._run = wandb.init(
                 project=spec.project,
                 entity=spec.entity,
                 group=spec.group,
                 tags=spec.tags or None,
                 name=run_dir.name,
-                id=id_file.read_text().strip(),
+                id=run_id,
                 dir=str(run_dir),
                 mode=mode,
                 resume="allow" if mode == "online" else None,
@@ -284,8 +298,6 @@ class WandbSink(Sink):
             raise UserError(
                 f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled."
             ) from e
-        self._service = [p for p in psutil.Process().children() if p.name() == "wandb-core"]
-        self._calls = Calls("W&B's service")
 
     def _settings(self) -> Any:
         # Silent: the console belongs to the run's own table.
@@ -327,15 +339,17 @@ class WandbSink(Sink):
         try:
             self._calls.put(lambda: self._run.finish(exit_code=1 if self._failed else 0))
             # Ends its service process, which would outlive a failed run.
-            self._calls.put(self._wandb.teardown)
+            self._calls.put(lambda: self._wandb.teardown())
             self._calls.end()
         except Exception:
-            for process in self._service:
+            for process in psutil.Process().children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+                    if process.name() == "wandb-core":  # its service, which may hang as it starts
+                        process.kill()
             # else W&B does it as this process ends, which would take the service's exit code
             with contextlib.suppress(Exception, SystemExit):
-                self._wandb.teardown()
+                if self._wandb is not None:
+                    self._wandb.teardown()
             raise
 
 

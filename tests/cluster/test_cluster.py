@@ -121,6 +121,26 @@ def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
         assert ray.get(handle.is_set.remote(), timeout=deadline(60)) is False
 
 
+@pytest.mark.cluster
+def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    driver = psutil.Process()
+    with cluster(spec(), needed_cpus=1, needed_gpus=0):
+        # as W&B's service is, which starts beside Ray
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        processes = [p for p in driver.children(recursive=True) if p.pid != other.pid]
+        words = " ".join(word for p in processes for word in p.cmdline())
+        assert "gcs_server" in words and "raylet" in words
+        assert "dashboard.py" not in words and "/monitor.py" not in words
+    try:
+        assert other.poll() is None
+        _, left = psutil.wait_procs(processes, timeout=deadline(30))
+        assert not left
+    finally:
+        other.kill()
+        other.wait()
+
+
 class Head:
     """Ray on this machine that was started beforehand, with a node of two CPUs."""
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -205,12 +206,15 @@ def test_the_log_has_what_was_said_with_date_and_role_and_is_begun_anew_when_it_
 
 
 WANDB_RUN = """
-import sys, pathlib, psutil
+import sys, pathlib, psutil, time
 from rlcore.metrics.logger import open_logger
 from rlcore.metrics.specs import LoggingSpec
 folder, fail = pathlib.Path(sys.argv[1]), sys.argv[2] == "fail"
 spec = LoggingSpec(console="off", wandb="offline")
 logger = open_logger(folder, spec, config={"seed": 1}, total_steps=2)
+import wandb
+while wandb.run is None:  # it starts beside
+    time.sleep(0.05)
 assert psutil.Process().children(recursive=True), "W&B has a service process while the run goes on"
 for step in (1, 2):
     sample = {"prompt": "1+1=", "response": "2" * 9000, "reward": 1.0, "actor": None}
@@ -267,19 +271,74 @@ def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
         assert len(row["response"]) == 4000
 
 
+class FakeWandb:
+    """The package, whose start takes until it is `allowed`, or fails."""
+
+    Error, Settings, Table = ValueError, dict, dict
+
+    def __init__(self, failing=""):
+        self.allowed = threading.Event()
+        self.failing = failing
+        self.steps, self.summary = [], {}
+
+    def init(self, **settings):
+        assert self.allowed.wait(deadline(60))
+        if self.failing:
+            raise OSError(self.failing)
+        return self
+
+    def log(self, values, step):
+        self.steps.append(step)
+
+    def finish(self, exit_code):
+        assert exit_code == 0
+
+    def teardown(self):
+        pass
+
+
+def test_wandb_offline_starts_while_the_caller_goes_on(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    spec = LoggingSpec(console="off", wandb="offline")
+    with open_logger(tmp_path, spec, config={}, total_steps=2) as logger:
+        logger.log({"step": 1})
+        assert fake.steps == []
+        fake.allowed.set()
+        logger.log({"step": 2})
+        logger.finish({"steps": 2})
+    assert fake.steps == [1, 2] and fake.summary == {"summary/steps": 2}
+
+
+def test_wandb_that_cannot_start_offline_costs_its_curves_and_nothing_else(tmp_path, monkeypatch):
+    fake = FakeWandb("no space left")
+    fake.allowed.set()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    spec = LoggingSpec(console="off", wandb="offline")
+    with open_logger(tmp_path, spec, config={}, total_steps=1) as logger:
+        logger.log({"step": 1})
+        logger.finish({"steps": 1})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    said = [e["text"] for e in read_log(tmp_path)[0] if "W&B" in e["text"]]
+    assert len(said) == 1 and "no space left" in said[0]
+
+
 WANDB_LOST = """
 import os, pathlib, signal, sys, threading, psutil
 from rlcore.metrics import logger as loggers, sinks
 from rlcore.metrics.specs import LoggingSpec
 folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-if number == signal.SIGSTOP:
-    sinks.ANSWER_S = 1.0
 spec = LoggingSpec(console="off", wandb="offline")
 with loggers.open_logger(folder, spec, config={"seed": 1}, total_steps=2) as logger:
     logger.log({"step": 1})
+    import wandb
+    noted = threading.Event()
+    while wandb.run is None:  # it starts beside
+        noted.wait(0.02)
+    if number == signal.SIGSTOP:
+        sinks.ANSWER_S = 1.0
     (service,) = psutil.Process().children()
     os.kill(service.pid, number)
-    noted = threading.Event()
     for step in range(2, 5000 if number == signal.SIGKILL else 50):
         logger.log({"step": step})
         if "W&B" in (folder / "log.jsonl").read_text():

@@ -2,6 +2,8 @@
 
 import os
 
+from rlcore.lazy import defer
+
 # vLLM reads these when it is imported, so they are set here, before any module of this package
 # imports it.
 _ENVIRONMENT = {
@@ -20,3 +22,10 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+# Imported by vLLM and used by no engine of a run: resampling of sounds, losses of object detection
+# (by transformers), and parsers of reasoning, with OpenAI's types and a web server.
+defer("scipy.signal")
+defer("scipy.optimize", names=("linear_sum_assignment",))
+defer("vllm.reasoning", names=("ReasoningParserManager",))
+defer("vllm.parser.engine.adapters", names=("ParserEngineReasoningAdapter",))
