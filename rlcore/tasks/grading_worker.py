@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.grades import as_grade, dense, wants_tokens
+from rlcore.types import Grade, Item
 
 EXIT_OUT_OF_MEMORY = 77
 MAX_ERROR = 300  # characters
@@ -34,6 +36,9 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5
 END_S = 10.0  # for what was killed to end
+KEPT_ITEMS = 256
+KEPT_CHARACTERS = 2000  # of an item: a grader's memory is limited
+Verdict = dict[str, Any]
 
 
 def die_with_parent(sign: int) -> None:
@@ -173,10 +178,10 @@ def main(fd: int) -> None:
         _send(link, {"fatal": str(error)})
         return
     _send(link, {"ready": True})
-    own = os.getpid()
+    own, graders = os.getpid(), _Graders(tasks, settings["timeout_s"])
     for line in lines:
         for number, *asked in json.loads(line):
-            verdict = _verdict(tasks, asked, settings["timeout_s"])
+            verdict = graders.verdict(*asked)
             if os.getpid() != own:  # a grader has forked: the first process answers
                 os._exit(0)
             _send(link, {"id": number, **verdict})
@@ -186,34 +191,62 @@ def _send(link: socket.socket, message: dict[str, Any]) -> None:
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _verdict(tasks: dict[str, Task], asked: list[Any], timeout_s: float) -> dict[str, Any]:
-    prompt_id, response, tokens, pieces = asked
-    start = time.monotonic()
-    try:
-        # Set anew each time: a grader may have installed its own alarm.
-        with _Alarm(timeout_s):
-            label, split, index = parse_prompt_id(prompt_id)
-            task = tasks[label]
-            further = {"tokens": pieces} if wants_tokens(task.grade) else {}
-            grade = as_grade(task.grade(task.item(split, index), response, **further))
-            reward, by_token = dense(grade, tokens)
-        verdict: dict[str, Any] = {"status": "ok", "reward": reward, "parts": grade.parts}
-        if by_token:
-            verdict["token_rewards"] = by_token
-        if grade.answer:
-            verdict["answer"] = grade.answer
-    except _Deadline:
-        verdict = {"status": "timeout"}
-    except MemoryError:
-        # Earlier items may have used the memory up: a fresh process decides.
-        os._exit(EXIT_OUT_OF_MEMORY)
-    except BaseException as error:  # sys.exit() in a grader is a failed score too
-        text = " ".join(str(error).split())
-        verdict = {"status": "error", "error": f"{type(error).__name__}: {text}"[:MAX_ERROR]}
-    seconds = time.monotonic() - start
-    if verdict["status"] == "ok" and seconds > timeout_s:
-        verdict = {"status": "timeout"}
-    return {**verdict, "seconds": seconds}
+class _Graders:
+    """The tasks of this process, and the small problems of the last groups: the answers of a group
+    are of one problem, which can take longer to make than an answer to grade."""
+
+    def __init__(self, tasks: dict[str, Task], timeout_s: float) -> None:
+        self._tasks = tasks
+        self._timeout_s = timeout_s
+        self._wants_tokens: dict[str, bool] = {}  # by task
+        self._items: dict[str, Item] = {}  # by prompt id
+
+    def verdict(self, prompt_id: str, response: str, tokens: int, pieces: list[str]) -> Verdict:
+        """A verdict in the words of JSON; whatever a grader raises becomes a status."""
+        start = time.monotonic()
+        try:
+            # Set anew each time: a grader may have installed its own alarm.
+            with _Alarm(self._timeout_s):
+                grade = self._grade(prompt_id, response, pieces)
+                reward, by_token = dense(grade, tokens)
+            verdict: Verdict = {"status": "ok", "reward": reward, "parts": grade.parts}
+            if by_token:
+                verdict["token_rewards"] = by_token
+            if grade.answer:
+                verdict["answer"] = grade.answer
+        except _Deadline:
+            verdict = {"status": "timeout"}
+        except MemoryError:
+            # Earlier items may have used the memory up: a fresh process decides.
+            os._exit(EXIT_OUT_OF_MEMORY)
+        except BaseException as error:  # sys.exit() in a grader is a failed score too
+            text = " ".join(str(error).split())
+            verdict = {"status": "error", "error": f"{type(error).__name__}: {text}"[:MAX_ERROR]}
+        seconds = time.monotonic() - start
+        if verdict["status"] == "ok" and seconds > self._timeout_s:
+            verdict = {"status": "timeout"}
+        return {**verdict, "seconds": seconds}
+
+    def _grade(self, prompt_id: str, response: str, pieces: list[str]) -> Grade:
+        label, split, index = parse_prompt_id(prompt_id)
+        task = self._tasks[label]
+        if label not in self._wants_tokens:
+            self._wants_tokens[label] = wants_tokens(task.grade)
+        item = self._items.get(prompt_id)
+        if item is None:
+            item = task.item(split, index)
+            self._keep(prompt_id, item)
+        else:
+            item = replace(item, meta={})  # of this answer alone: a grader may write into it
+        further = {"tokens": pieces} if self._wants_tokens[label] else {}
+        return as_grade(task.grade(item, response, **further))
+
+    def _keep(self, prompt_id: str, item: Item) -> None:
+        plain = type(item) is Item and not item.meta and not item.messages
+        if plain and len(item.question) + len(item.answer) <= KEPT_CHARACTERS:
+            if len(self._items) >= KEPT_ITEMS:
+                self._items.clear()
+            self._items[prompt_id] = item
 
 
 if __name__ == "__main__":

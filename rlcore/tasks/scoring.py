@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.errors import DeadlineExceeded, StageError
@@ -23,7 +23,7 @@ from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.types import Answer, Score
 
 MAX_CHUNK = 32  # answers sent to a process at once
-HAND_OVER_S = 0.25  # finished scores of a slow chunk are not held back longer than this
+HAND_OVER_S = 0.25  # finished scores are held back no longer than this, while there are more
 KILL_GRACE_S = 1.0  # how long past its deadline a grader may ignore the alarm
 MAX_DEATHS = 2
 START_S = 120.0  # deadline of a grading process to come up
@@ -36,6 +36,19 @@ Scored = list[tuple[Answer, Score]]
 class _PendingAnswer:
     answer: Answer
     deaths: int = 0  # processes that ended while they graded it
+
+
+@dataclass(slots=True)
+class _Finished:
+    """Scores of one thread that it has not handed over yet. A message costs its receivers about a
+    millisecond, and cheap graders take a tenth of that for an answer."""
+
+    scored: Scored = field(default_factory=list)
+    handed_over: float = field(default_factory=time.monotonic)  # the last time
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self.handed_over > HAND_OVER_S
 
 
 class Scorer:
@@ -130,12 +143,15 @@ class Scorer:
             raise StageError(f"scoring failed: {self._failure}") from self._failure
 
     def _serve(self, slot: int) -> None:
+        finished = _Finished()
         try:
             while not self._closing:
                 worker = self._worker(slot)
-                chunk = self._next_chunk()
+                chunk = self._next_chunk(wait=not finished.scored)
+                if finished.scored and (finished.due or not chunk or not worker.alive):
+                    self._hand_over(finished)
                 if chunk:
-                    self._grade(worker if worker.alive else self._worker(slot), chunk)
+                    self._grade(worker if worker.alive else self._worker(slot), chunk, finished)
         except Exception as error:  # of any kind: the callers of this scorer raise it
             with self._state:
                 if not self._closing:
@@ -160,12 +176,12 @@ class Scorer:
             self._workers[slot] = worker
         return worker
 
-    def _next_chunk(self) -> list[_PendingAnswer]:
+    def _next_chunk(self, *, wait: bool) -> list[_PendingAnswer]:
         """This process's share of the waiting answers; an answer on which a process died goes
-        alone. Empty when closing."""
+        alone. Empty when closing, and without `wait` when there are none."""
         with self._state:
-            self._state.wait_for(lambda: self._closing or self._pending)
-            if self._closing:
+            self._state.wait_for(lambda: not wait or self._closing or self._pending)
+            if self._closing or not self._pending:
                 return []
             count = min(MAX_CHUNK, -(-len(self._pending) // len(self._threads)))
             chunk = [self._pending.popleft()]
@@ -173,39 +189,38 @@ class Scorer:
                 chunk.append(self._pending.popleft())
             return chunk
 
-    def _grade(self, worker: GradingProcess, chunk: list[_PendingAnswer]) -> None:
-        """Have a process grade a chunk and pass the scores on; answers without a score go back in
-        the queue."""
+    def _grade(
+        self, worker: GradingProcess, chunk: list[_PendingAnswer], finished: _Finished
+    ) -> None:
+        """Have a process grade a chunk; answers without a score go back in the queue. What a
+        process finished before it failed is handed over at once."""
         timeout_s = self._grading.grade_timeout_s
-        done: Scored = []
-        handed_over = started = time.monotonic()
-        finished = 0
+        started, done = time.monotonic(), 0
         try:
             worker.ask([_asked(e.answer) for e in chunk], timeout_s)
             for entry in chunk:
                 started = time.monotonic()
-                if started - handed_over > HAND_OVER_S or not worker.ready(HAND_OVER_S):
-                    self._hand_over(done)
-                    done = []
-                    handed_over = time.monotonic()
+                if finished.due or not worker.ready(HAND_OVER_S):
+                    self._hand_over(finished)
                 verdict = worker.receive(started + timeout_s + KILL_GRACE_S - time.monotonic())
-                done.append(self._scored(entry.answer, verdict))
-                finished += 1
+                finished.scored.append(self._scored(entry.answer, verdict))
+                done += 1
         except DeadlineExceeded:
             worker.kill()
             late = {"status": "timeout", "seconds": time.monotonic() - started}
-            done.append(self._scored(chunk[finished].answer, late))
-            self._requeue(chunk[finished + 1 :])
+            finished.scored.append(self._scored(chunk[done].answer, late))
+            self._requeue(chunk[done + 1 :])
+            self._hand_over(finished)
         except WorkerDied as death:
-            culprit = chunk[finished]
+            culprit = chunk[done]
             culprit.deaths += 1
             if culprit.deaths >= MAX_DEATHS:
                 seconds = time.monotonic() - started
                 fault = {"status": "error", "error": str(death), "seconds": seconds}
-                done.append(self._scored(culprit.answer, fault))
-                finished += 1
-            self._requeue(chunk[finished:])
-        self._hand_over(done)
+                finished.scored.append(self._scored(culprit.answer, fault))
+                done += 1
+            self._requeue(chunk[done:])
+            self._hand_over(finished)
 
     def _scored(self, answer: Answer, verdict: Mapping[str, Any]) -> tuple[Answer, Score]:
         ids = answer.group_id, answer.sample_index, answer.draw_id
@@ -234,7 +249,9 @@ class Scorer:
             self._pending.extendleft(reversed(entries))
             self._state.notify_all()
 
-    def _hand_over(self, done: Scored) -> None:
+    def _hand_over(self, finished: _Finished) -> None:
+        done, finished.scored = finished.scored, []
+        finished.handed_over = time.monotonic()
         if not done or self._closing:
             return
         with self._handing_over:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from timing import deadline, wait_for_end, wait_until
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
-from rlcore.tasks import make_task, tasks_with_tokens
+from rlcore.tasks import make_task, scoring, tasks_with_tokens
 from rlcore.tasks.grading_process import WorkerDied, WorkerProcess
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
@@ -386,6 +386,61 @@ def test_finished_scores_do_not_wait_for_a_slow_one(args):
     scorer.close()  # does not wait for the hanging grader
     with pytest.raises(StageError, match="closed"):
         scorer.submit([])
+
+
+def test_scores_of_cheap_graders_are_handed_over_together(args, monkeypatch):
+    monkeypatch.setattr(scoring, "HAND_OVER_S", 3600.0)
+    handed_over = []
+
+    def on_scored(done):
+        handed_over.append(len(done))
+
+    scorer = Scorer(file_task(args), graders(), on_scored=on_scored)
+    try:
+        for count in (5 * scoring.MAX_CHUNK + 1, 1):
+            scorer.submit([answer("fine", i) for i in range(count)])
+            scorer.drain(deadline(60))  # the last ones wait for no others
+        assert handed_over == [5 * scoring.MAX_CHUNK + 1, 1]
+    finally:
+        scorer.close()
+
+
+COUNTED = """
+from pathlib import Path
+
+from rlcore.tasks.digits import Digits
+from rlcore.types import Grade, Item
+
+
+class Counted(Digits):
+    def __init__(self, *, made, meta):
+        super().__init__()
+        self.made, self.meta = Path(made), meta
+
+    def item(self, split, index):
+        with self.made.open("a") as file:
+            file.write(f"{index} ")
+        return Item(f"counted/{split}/{index}", str(index), str(index), dict(self.meta))
+
+    def grade(self, item, response):
+        seen = item.meta.get("seen", False)
+        item.meta["seen"] = True
+        return Grade(float(item.question == response and not seen))
+"""
+
+
+@pytest.mark.parametrize(("meta", "times"), [({}, 1), ({"tests": "long"}, 4)])
+def test_a_small_problem_is_made_once_for_its_answers_and_new_to_each(tmp_path, meta, times):
+    """One with further contents is made for each: it may be large, or shared."""
+    (tmp_path / "task.py").write_text(COUNTED)
+    made = tmp_path / "made"
+    args = {"made": str(made), "meta": meta}
+    tasks = {"t": EvalTaskSpec(name=f"{tmp_path}/task.py:Counted", args=args)}
+    indices = [*range(3), *range(3)] * 2
+    ids = [f"t/train/{index}" for index in indices]
+    scores = run(tasks, [str(index) for index in indices], prompt_ids=ids)
+    assert [score.reward for score in scores] == [1.0] * 12
+    assert sorted(made.read_text().split()) == sorted("012" * times)
 
 
 def test_a_process_killed_between_two_batches_is_replaced(args):
