@@ -47,7 +47,7 @@ def defer(name: str, *, names: tuple[str, ...] = ()) -> None:
     """Have a module imported only when something of it is first used, unless it is there already.
 
     `from name import X` is a use, unless X is one of `names`, of functions and classes: a stand-in
-    is handed out then, and calling it, or asking it for an attribute, is the use.
+    takes its place then, and calling it, or asking it for an attribute, is the use.
     """
     sys.modules.setdefault(name, Deferred(name, names))
 

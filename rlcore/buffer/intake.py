@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,6 +182,7 @@ class Intake:
         self.alike = 0  # samples from the run's first on that failed for one reason
         self._reason = ""  # this one, without its numbers
         self.failed_score = ""  # prompt id and reason of the newest sample that was not scored
+        self._paired, self._lag_s = 0, 0.0  # samples here, and between their first and last part
 
     def add_records(self, records: Sequence[bytes]) -> None:
         """Records of training samples. Raises ValueError, taking none, as `ReplayBuffer` says."""
@@ -268,6 +270,8 @@ class Intake:
         """If the drawing is complete, it becomes the sample."""
         if not drawing.complete:
             return
+        self._paired += 1
+        self._lag_s += time.monotonic() - drawing.since
         drawings = entry.drawings.pop(sample_index)
         sample = ArrivedSample.of(drawing)
         entry.samples[sample_index] = sample
@@ -298,6 +302,11 @@ class Intake:
             if self.alike == self.totals.samples - 1 and self._reason in ("", said):
                 self.alike, self._reason = self.alike + 1, said
             self.failed_score = f"{prompt_id}: {reason}"[:REASON_CHARS]
+
+    def metrics(self) -> dict[str, float]:
+        """Totals of samples, and how long they took to be whole, since this process started."""
+        lag = {"time/score_lag_s": self._lag_s / self._paired} if self._paired else {}
+        return self.totals.metrics() | lag
 
     def take_outcomes(self) -> list[tuple[str, float]]:
         """(prompt id, pass rate) of the groups since the last call, in order of admission, which

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class Attempt:
 
     records: dict[int, tuple[RecordHeader, Record]] = field(default_factory=dict)  # by part
     score: Score | None = None
+    since: float = field(default_factory=time.monotonic)  # when the first of them arrived
 
     @property
     def size(self) -> int:

@@ -279,7 +279,7 @@ def metrics(buffer: ReplayBuffer) -> dict[str, float]:
         "buffer/late": float(intake.late),
         "buffer/unreadable": float(intake.unreadable),
         "buffer/resampled": float(live.resampled),
-        **intake.totals.metrics(),
+        **intake.metrics(),
         **live.ledger.metrics(),
         **(live.accounts.metrics() if live.tasks else {}),
     }

@@ -83,8 +83,10 @@ class BatchQueue:
             batches[step] = await self._buffer.take(step)
         # the steps of later epochs take these again
         once = steps[: plan.phases.batches]
+        begun = now()
         await self._learner.fetch({step: batches[step] for step in once})
-        return batches
+        metrics = {**batches[steps[0]].metrics, "time/fetch_s": now() - begun}
+        return {**batches, steps[0]: replace(batches[steps[0]], metrics=metrics)}
 
     async def cancel(self) -> None:
         """Stop gathering."""

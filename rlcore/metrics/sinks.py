@@ -273,7 +273,12 @@ class WandbSink(Sink):
             self._calls.put(start)
 
     def _start(
-        self, run_dir: Path, spec: LoggingSpec, mode: str, config: Mapping[str, Any], run_id: str
+        self,
+        run_dir: Path,
+        spec: LoggingSpec,
+        mode: Literal["offline", "online"],
+        config: Mapping[str, Any],
+        run_id: str,
     ) -> None:
         import wandb  # not at the top: a run without W&B must not load it
 

@@ -79,6 +79,22 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "time/publish_drain_s", "s", "the slowest actor finishing requests before an update", "sum"
     ),
     Metric(
+        "time/fetch_s",
+        "s",
+        "the learner reading the batches of a phase, in the row of its first step; asynchronously "
+        "it trains meanwhile",
+        "sum",
+    ),
+    Metric(
+        "time/score_lag_s",
+        "s",
+        "mean from a sample's record in the buffer to its score there, since the start: grading "
+        "and messages",
+        "last",
+        healthy="far below time/step_s",
+        otherwise="raise task.grader_processes",
+    ),
+    Metric(
         "time/publish_stop_s",
         "s",
         "the slowest engine standing still to load and verify weights",

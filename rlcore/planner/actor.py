@@ -71,8 +71,10 @@ class SimulatedGraders:
     """The graders of one node: a queue of answers. A graded answer and its score are reported to
     the buffer in messages with the pauses of a shard's."""
 
-    def __init__(self, grade_s: float) -> None:
+    def __init__(self, grade_s: float, deliver_s: float) -> None:
+        """`deliver_s`: from a graded answer to the buffer."""
         self.grade_s = grade_s
+        self.deliver_s = deliver_s
         self._queue: deque[tuple[float, Answered]] = deque()  # and when each is graded
         self._free_at = 0.0
         self._news = asyncio.Event()
@@ -81,7 +83,7 @@ class SimulatedGraders:
         """An answer of this node."""
         begun = max(self._free_at, asyncio.get_running_loop().time())
         self._free_at = begun + self.grade_s
-        self._queue.append((self._free_at, answered))
+        self._queue.append((self._free_at + self.deliver_s, answered))
         self._news.set()
 
     async def graded(self, not_before: float) -> ShardReport:
@@ -114,6 +116,7 @@ class PlannedScorer(FakeScorer):
     """Graders of training answers on every node."""
 
     answers: Answers
+    deliver_s = 0.0
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -123,7 +126,7 @@ class PlannedScorer(FakeScorer):
         """From a rollout actor."""
         shard = answered[1].shard
         if shard not in self._graders:
-            self._graders[shard] = SimulatedGraders(self.grade_s)
+            self._graders[shard] = SimulatedGraders(self.grade_s, self.deliver_s)
             self._grading.append(asyncio.create_task(self._report(shard, self._graders[shard])))
         self._graders[shard].put(answered)
 

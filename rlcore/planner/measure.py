@@ -12,6 +12,7 @@ import numpy as np
 from rlcore.errors import UserError
 from rlcore.planner.specs import ActorRates, EpisodeSpec, LearnerRates, LengthSpec, Rates
 from rlcore.rollout.step_costs import NAMES, non_negative
+from rlcore.rollout.worker import HAND_OVER_S, HAND_OVER_TURNS_S
 
 Row = Mapping[str, float | int | None]
 
@@ -58,6 +59,10 @@ class MeasuredRun:
             )
         return np.array(values, float)
 
+    def has(self, name: str) -> bool:
+        """Return whether a steady row has this metric."""
+        return any(row.get(name) is not None for row in self.steady)
+
     def mean(self, name: str) -> float:
         """Mean over the steady rows that have the metric."""
         return float(self.column(name).mean())
@@ -99,11 +104,13 @@ def measured(
         )
     grading = {} if grade_s is None else {"grade_s": grade_s}
     episodes = _episodes(runs) if played == {True} else None
+    own = Rates().grade_s if grade_s is None else grade_s
     return Rates(
         actor=_actor(runs),
         learner=_learner(runs),
         lengths=_lengths(runs),
         episodes=episodes,
+        deliver_s=_delivery(runs, own),
         beside=beside,
         teacher_tokens_per_s=_scored(runs) if scored else None,
         **grading,
@@ -140,7 +147,25 @@ def _actor(runs: Sequence[MeasuredRun]) -> ActorRates:
         prefill_tokens_per_s=1.0 / prompt_s if prompt_s > 1e-9 else 1e9,
         load_s=max(fmean(r.mean("time/publish_stop_s") for r in runs), 1e-4),
         max_running=max(r.max_running for r in runs),
+        hand_over_s=HAND_OVER_TURNS_S if runs[0].played else HAND_OVER_S,
     )
+
+
+def _delivery(runs: Sequence[MeasuredRun], grade_s: float) -> float:
+    """Seconds between an answer's record and its score in the buffer, beside its own grading; 0 of
+    runs before that was measured."""
+    name = "time/score_lag_s"
+    # of all samples so far, so that the last row knows best
+    lags = [float(r.column(name)[-1]) for r in runs if r.has(name)]
+    return max(0.0, fmean(lags) - grade_s) if lags else 0.0
+
+
+def _fetching(runs: Sequence[MeasuredRun]) -> float:
+    """Seconds a token of reading batches; 0 of runs before that was measured."""
+    name = "time/fetch_s"
+    known = [r for r in runs if r.has(name)]
+    tokens = sum(float(r.learner_tokens().sum()) for r in known)
+    return sum(float(r.column(name).sum()) for r in known) / tokens if known else 0.0
 
 
 def _learner(runs: Sequence[MeasuredRun]) -> LearnerRates:
@@ -157,6 +182,7 @@ def _learner(runs: Sequence[MeasuredRun]) -> LearnerRates:
         step_s=step_s + max(0.0, fmean(_beside(r) for r in runs)),
         token_s=token_s,
         ref_token_s=float(ref_s.sum() / tokens.sum()),
+        fetch_token_s=_fetching(runs),
         publish_s=max(fmean(_gathering(r) / _publications_a_step(r) for r in runs), 1e-4),
     )
 

@@ -15,7 +15,7 @@ from rlcore.buffer.specs import SelectionSpec
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.interfaces import Reporter, Span
 from rlcore.loop.members import ActorPool
-from rlcore.loop.role_protocols import SampleDetails, SampleKey, Spawned
+from rlcore.loop.role_protocols import Batch, SampleDetails, SampleKey, Spawned
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
 from rlcore.planner.actor import (
     Answers,
@@ -127,6 +127,11 @@ class RatedLearner(FakeLearner):
         episodes = [episode for group in stored for episode in group.episodes]
         return [self.answers.runs(record) for e in episodes for record in e.records]
 
+    async def fetch(self, batches: Mapping[int, Batch]) -> None:
+        await super().fetch(batches)
+        tokens = sum(self._tokens(self._stored[step]) for step in batches)
+        await asyncio.sleep(tokens * self.fleet.rates.learner.fetch_token_s)
+
     def begin_seconds(self, steps: int) -> float:
         rates = self.fleet.rates.learner
         token_s = rates.phase_token_s + self.fleet.ref_pass * rates.ref_token_s
@@ -192,6 +197,11 @@ class PlannedActor(RatedActor):
     fleet: PlannedFleet
     shard: str  # of its node
 
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        self._leaving: list[Callable[[], None]] = []  # finished answers that have not left
+        self._handed_over = 0.0
+        super().__init__(*args, **arguments)
+
     def _finish(self, drawing: SimulatedRequest) -> None:
         if drawing.request.purpose != "train":
             super()._finish(drawing)
@@ -203,7 +213,23 @@ class PlannedActor(RatedActor):
         answer = self.answers.put(drawing.request, runs, self.name, draw_id, self.shard)
         sampled = sum(tokens for _, tokens in runs) * self.fleet.unit
         finished = partial(self._scorer.finished, answer)  # type: ignore[attr-defined]
-        self.teacher.then(self.fleet.rates.given + sampled, finished)
+        self._send(partial(self.teacher.then, self.fleet.rates.given + sampled, finished))
+
+    def _send(self, message: Callable[[], None]) -> None:
+        """Answers leave together, at most every `hand_over_s` while the engine has more."""
+        self._leaving.append(message)
+        if not self.rates.hand_over_s or not (self._running or self._waiting):
+            self._flush()
+        elif len(self._leaving) == 1:
+            due = self._handed_over + self.rates.hand_over_s
+            self._loop().call_at(max(due, self._now()), self._flush)
+
+    def _flush(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        if leaving and not self.dead:
+            self._handed_over = self._now()
+            for message in leaving:
+                message()
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
         """The actor may die but never hangs, so a call needs no task and no deadline of its own."""
@@ -342,6 +368,7 @@ class PlannedRun(Simulation):
         self.teacher = PlannedTeacher(fleet)
         super().__init__(fleet.scenario(), root)
         self.scorer.grade_s = fleet.rates.grade_s
+        self.scorer.deliver_s = fleet.rates.deliver_s  # type: ignore[attr-defined]
 
     def make_reporter(self, beside: Reporter | None) -> PlannedReporter:
         return PlannedReporter(self.engines, self.teacher)

@@ -22,6 +22,9 @@ class ActorRates(Spec):
     load_s: float = setting(0.5, "standing still for new weights", unit="s", gt=0)
     start_s: float = setting(60.0, "from its spawn to a ready engine", unit="s", ge=0)
     max_running: int = setting(256, "requests that fit together", gt=0)
+    hand_over_s: float = setting(
+        0.0, "between two messages of finished answers while there are more", unit="s", ge=0
+    )
 
     def reads(self, context: float) -> float:
         """Tokens that a decode step reads of one context."""
@@ -48,6 +51,9 @@ class LearnerRates(Spec):
         "are not among the others",
         unit="s",
         ge=0,
+    )
+    fetch_token_s: float = setting(
+        0.0, "reading a batch, for each token, prompts included", unit="s", ge=0
     )
     publish_s: float = setting(0.5, "gathering and sending the weights", unit="s", gt=0)
 
@@ -83,6 +89,9 @@ class Rates(Spec):
     episodes: EpisodeSpec | None = setting(None, "of an environment; null: answers of one turn")
     grade_s: float = setting(
         1e-3, "time between two answers of all graders of a node", unit="s", gt=0
+    )
+    deliver_s: float = setting(
+        0.0, "from a graded answer to the buffer, messages included", unit="s", ge=0
     )
     teacher_tokens_per_s: float | None = setting(
         None, "that one engine of a teacher scores, prompts included; null: there is none", gt=0

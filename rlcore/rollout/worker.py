@@ -16,6 +16,11 @@ from rlcore.rollout.step_costs import StepCosts
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 from rlcore.weights.manifest import verify_checksums
 
+# Finished work is handed over at most this often while there is more. A message costs each of its
+# receivers about a millisecond; but the next turn of an episode waits for the one before.
+HAND_OVER_S = 0.2
+HAND_OVER_TURNS_S = 0.05
+
 
 @dataclass(slots=True)
 class Counters:

@@ -1,13 +1,16 @@
 """Forecasts against what can be worked out by hand: answers of one length, constant rates."""
 
+import asyncio
 import gc
 import math
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from rlcore.loop.specs import ScheduleSpec
+from rlcore.planner.actor import PlannedScorer
 from rlcore.planner.forecast import forecast
 from rlcore.planner.run import PlannedFleet
 from rlcore.planner.specs import ActorRates, EpisodeSpec, LearnerRates, LengthSpec, Rates
@@ -71,6 +74,49 @@ def test_the_end_of_a_run_at_which_actors_run_out_of_prompts_is_not_counted():
     assert found.bottleneck == "learner"
     assert found.rollout_tokens_per_s == pytest.approx(found.train_tokens_per_s, rel=0.03)
     assert found.actors_idle == pytest.approx(0.0, abs=0.02)
+
+
+def test_on_policy_messages_and_the_reading_of_a_batch_are_waited_for():
+    """They lie between the last token and the step, and nothing else hides them."""
+    planned = fleet(learn_s=3.0)
+    learner = planned.rates.learner.model_copy(
+        update={"fetch_token_s": 0.5 / (SEQUENCES * (LENGTH + PROMPT))}
+    )
+    rates = planned.rates.model_copy(update={"deliver_s": 0.25, "learner": learner})
+    plain, found = forecast(planned), forecast(replace(planned, rates=rates))
+    assert found.step_s - plain.step_s == pytest.approx(0.75, abs=0.01)
+
+
+def test_asynchronous_they_delay_a_batch_and_not_the_engine():
+    settings = {"learn_s": 0.2, "running": SEQUENCES, "max_staleness": 2}
+    planned = fleet(**settings, on_publish="in_flight")
+    rates = planned.rates.model_copy(update={"deliver_s": 0.5})
+    plain, found = forecast(planned), forecast(replace(planned, rates=rates))
+    assert found.step_s == pytest.approx(plain.step_s, rel=0.02)
+
+
+def test_answers_leave_an_engine_together_while_it_has_more(monkeypatch):
+    times = set()
+    finished = PlannedScorer.finished
+
+    def noted(self, answered):
+        times.add(asyncio.get_running_loop().time())
+        finished(self, answered)
+
+    monkeypatch.setattr(PlannedScorer, "finished", noted)
+
+    def shortest_gap(hand_over_s):
+        """Between two messages of an engine that always has more."""
+        planned = fleet(spread=0.5, running=8, max_staleness=4, on_publish="in_flight", learn_s=0.1)
+        engine = planned.actor_rates["bf16"].model_copy(update={"hand_over_s": hand_over_s})
+        times.clear()
+        forecast(replace(planned, actor_rates={"bf16": engine}))
+        middle = sorted(times)[5:-10]
+        assert len(middle) > 10
+        return min(b - a for a, b in pairwise(middle))
+
+    assert shortest_gap(0.0) < 0.5
+    assert shortest_gap(2.0) >= 2.0 - 1e-6
 
 
 def test_slow_graders_are_named():

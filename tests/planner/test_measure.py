@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.planner.measure import MeasuredRun, log_normal, measured
+from rlcore.rollout.worker import HAND_OVER_S
 
 PROMPT, STEP_S, TOKEN_S, BESIDE_S = 20, 0.3, 1e-4, 0.05
 
@@ -59,6 +60,20 @@ def test_one_run_gives_the_costs_of_its_own_batch():
     assert rates.actor.prefill_tokens_per_s == pytest.approx(1e5)
     assert rates.actor.max_running == 64 and rates.grade_s == 2e-3
     assert rates.lengths.prompt == PROMPT
+
+
+def test_messages_and_reading_are_told_apart_where_a_run_has_measured_them():
+    old = measured([run()], grade_s=2e-3)
+    assert old.deliver_s == 0.0 and old.learner.fetch_token_s == 0.0
+    rows = [
+        {**row, "time/score_lag_s": 0.1 / row["step"] + 0.03, "time/fetch_s": 0.05}
+        for row in run().rows
+    ]
+    rates = measured([replace(run(), rows=rows)], grade_s=2e-3)
+    # of all samples so far, so that the last of the rows that count knows best
+    assert rates.deliver_s == pytest.approx(0.1 / 11 + 0.03 - 2e-3)
+    assert rates.learner.fetch_token_s == pytest.approx(0.05 / (64 * (31 + PROMPT)), rel=0.02)
+    assert rates.actor.hand_over_s == HAND_OVER_S
 
 
 def test_the_rate_of_a_teacher_is_that_of_one_engine():

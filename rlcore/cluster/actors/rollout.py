@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
-# Finished work is handed over at most this often while there is more. A message costs each of its
-# receivers about a millisecond; but the next turn of an episode waits for the one before.
-HAND_OVER_S = 0.2
-HAND_OVER_TURNS_S = 0.05
 
 
 class RolloutActor:
@@ -64,7 +60,7 @@ class RolloutActor:
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.specs import start_engine
         from rlcore.rollout.text import PromptEncoder
-        from rlcore.rollout.worker import RolloutWorker
+        from rlcore.rollout.worker import HAND_OVER_S, HAND_OVER_TURNS_S, RolloutWorker
 
         tokenizer = load_tokenizer(text.tokenizer_path)
         node_id = ray.get_runtime_context().get_node_id()
