@@ -22,7 +22,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # read at the first import of torch
 
 import numpy as np
-from peers import LOADS, job_of
+from peer_loads import LOADS, job_of
 
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.text import load_tokenizer
@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for load in LOADS:
-        if load.name.split()[0] in args.loads:
+        if load.key in args.loads:
             measure(job_of(load, args.folder, []), args.rounds)
 
 

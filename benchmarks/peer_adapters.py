@@ -46,7 +46,15 @@ class Trl(Peer):
     name = "TRL"
     PINS = ("trl==1.16.0", "datasets==5.2.0")
     # as in rlcore's environment, so that both run on the same libraries
-    SHARED = ("transformers", "accelerate", "tokenizers", "numpy", "safetensors", "huggingface_hub")
+    SHARED = (
+        "transformers",
+        "accelerate",
+        "tokenizers",
+        "numpy",
+        "safetensors",
+        "huggingface_hub",
+        "peft",
+    )
     LINKED = ("torch", "torchgen", "functorch")  # linked to rlcore's, not installed again
 
     @property
@@ -93,12 +101,13 @@ class Rlcore:
         "checkpoint.every_s=0",
         "cluster.start_timeout_s=1200",  # starts do not count, and a busy machine takes long
     )
-    COMMON = (
-        "experiment=quickstart",
-        "model=path",
-        "learner.lr_schedule=constant",
-        *QUIET,
-    )
+    COMMON = ("model=path", "learner.lr_schedule=constant", *QUIET)
+
+    @staticmethod
+    def named(words: Sequence[str]) -> list[str]:
+        """Words of a load, with the quickstart's experiment unless they name one."""
+        chosen = any(word.startswith("experiment=") for word in words)
+        return [*([] if chosen else ["experiment=quickstart"]), *words]
 
     def run(
         self, job: Mapping[str, Any], steps: int, place: Path, *, on_policy: bool = False
@@ -121,6 +130,7 @@ class Rlcore:
     ) -> list[str]:
         """What `rlcore train` is started with."""
         return [
+            *self.named(job["words"]),
             *self.COMMON,
             f"schedule={'on_policy' if on_policy else 'async'}",
             f"schedule.steps={steps}",
@@ -131,7 +141,6 @@ class Rlcore:
             f"model.max_len={job['max_len']}",
             f"learner.lr={job['lr']}",
             f"seed={job['seed']}",
-            *job["words"],
             f"run_dir={run_dir}",
         ]
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -135,6 +136,12 @@ def main() -> None:
     clock, reward = Clock(), Reward()
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     exam = Exam(job, tokenizer)
+    adapter = None
+    if job.get("lora"):
+        lora = job["lora"]
+        adapter = LoraConfig(
+            r=lora["rank"], lora_alpha=lora["alpha"], target_modules=lora["targets"]
+        )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         processing_class=tokenizer,
@@ -142,6 +149,7 @@ def main() -> None:
         args=settings(job, out),
         train_dataset=Dataset.from_list(job["problems"]),
         callbacks=[clock, exam],
+        peft_config=adapter,
     )
     trainer.train()
     found: dict[str, Any] = {

@@ -1,11 +1,16 @@
 """Seconds a step of rlcore and of its peers, side by side.
 
-    python benchmarks/peers.py --rounds 3 --folder DIR [--out FILE.md] [--page docs/figures.md]
+    python benchmarks/peers.py --rounds 3 --folder DIR [--loads short adapter ...] [--results FILE]
 
 Every peer (`peer_adapters.py`) and rlcore's two schedules take turns within a round, with the same
-model, kind of prompts, limits of length, optimizer, precision and environment variables. Results go
-to DIR/runs.jsonl as they come; a run that is there is not repeated. Figures count on a machine that
-does nothing else; the page says how busy it was.
+model, kind of prompts, limits of length, optimizer, precision and environment variables, on a load
+of `peer_loads.py`. Before that each peer's best micro-batch is searched: of 8 to 512 sequences, by
+a run of two steps each, while it does not take longer and `--search-s` lasts. Runs go to
+DIR/runs.jsonl as they come; a run that is there is not repeated.
+
+Figures count on a machine that does nothing else. With `--results FILE.jsonl` those that count
+replace the lines of the same machine and load there, and FILE.md is made of all lines, a table for
+each machine.
 
 The learning rate is so small that the model stays the same, so that all sample answers of the same
 lengths in all steps. Engine and learner alone are those of the on-policy run, in which either waits
@@ -18,49 +23,27 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from harness import machine, table
 from peer_adapters import PEERS, REFUSALS, Peer, Rlcore
-
-from rlcore.commands.warm_up import kept_model
-from rlcore.config.compose import load as compose
-from rlcore.models.fresh import build_fresh_model
-from rlcore.models.specs import FreshModelSpec
-from rlcore.tasks import make_task
+from peer_loads import ASYNC, LOADS, ON_POLICY, Load, job_of
 
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-ASYNC, ON_POLICY = "rlcore", "rlcore, on policy"
 SKIPPED = {ASYNC: 3, ON_POLICY: 2}  # steps until caches are warm and the pipeline is full
 PEER_SKIPPED = 1
 QUIET = 0.3  # cores that others keep busy before a run, above which its figure does not count
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a step consists of, and how many steps are run."""
-
-    name: str
-    groups: int
-    max_tokens: int
-    max_len: int  # positions of the model
-    rows: int  # sequences of a peer's micro-batch: chosen by hand, not by a search
-    steps: Mapping[str, int]  # by who runs
-    samples: int = 8
-    lr: float = 1e-8
-    betas: tuple[float, float] = (0.9, 0.95)
-    threads: int = 2
-    seed: int = 0
-
-
-LOADS = (
-    Load("short and even", 64, 16, 128, 128, {ASYNC: 13, ON_POLICY: 10, "peer": 7}),
-    Load("long-tailed", 16, 384, 512, 32, {ASYNC: 10, ON_POLICY: 6, "peer": 3}),
-)
+ROWS = (8, 16, 32, 64, 128, 256, 512)  # sequences of a peer's micro-batch that are tried
+WORSE = 2  # in a row, after which larger ones are not tried
+KEYS = [load.key for load in LOADS]
 QUICK = {ASYNC: SKIPPED[ASYNC] + 3, ON_POLICY: SKIPPED[ON_POLICY] + 3, "peer": PEER_SKIPPED + 2}
 Found = dict[str, Any]  # a line of runs.jsonl
 
@@ -73,9 +56,10 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=Path("cache/peers"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--loads", nargs="+", default=["short", "long-tailed"])
+    parser.add_argument("--loads", nargs="+", default=["short", "long-tailed"], choices=KEYS)
+    parser.add_argument("--search-s", type=float, default=600.0, help="for a peer and load")
     parser.add_argument("--quick", action="store_true", help="two steps that count, to try it out")
-    parser.add_argument("--out", type=Path, help="a page for the table")
+    parser.add_argument("--results", type=Path, help="FILE.jsonl of all machines")
     parser.add_argument("--page", type=Path, help=f"a page that has {BEGIN}")
     parser.add_argument("words", nargs="*", help="further overrides of rlcore")
     args = parser.parse_args()
@@ -84,54 +68,64 @@ def main() -> None:
     peers = [PEERS[name](args.environments.resolve()) for name in args.peers]
     for peer in peers:
         peer.prepare()
-    loads = [load for load in LOADS if load.name.split()[0] in args.loads]
+    loads = [load for load in LOADS if load.key in args.loads]
     if args.quick:
         loads = [replace(load, steps=QUICK) for load in loads]
     jobs = {load.name: job_of(load, folder, args.words) for load in loads}
     runs = Runs(folder / "runs.jsonl")
+    for load in loads:
+        for peer in peers:
+            search(runs, load, jobs[load.name], peer, folder, args.search_s)
     for round_ in range(args.rounds):
         for load in loads:
             measure(runs, round_, load, jobs[load.name], peers, folder)
     found = runs.of(jobs)
-    text = page(found, [p.name for p in peers])
-    print(f"\n{text}")
-    if args.out:
-        args.out.write_text(text)
-    if args.page and max(f["busy"] for f in found) > QUIET:
-        print(f"{args.page} stays as it was: the machine was busy")
-    elif args.page:
-        put(args.page, short_table(found, [p.name for p in peers]))
+    print(f"\n{page(found, args.peers)}")
+    if max(f["busy"] for f in found) > QUIET:
+        print("nothing is kept: the machine was busy")
+        return
+    if args.results:
+        found = merged(read_lines(args.results), found)
+        args.results.write_text("".join(json.dumps(line) + "\n" for line in found))
+        args.results.with_suffix(".md").write_text(page(found, args.peers))
+    if args.page:
+        put(args.page, short_table(found, args.peers))
 
 
-def job_of(load: Load, folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Everything that a run of this load depends on."""
-    task = make_task("digits", {}, label="digits")
-    items = [task.item("train", i) for i in range(load.groups * max(load.steps.values()))]
-    problems = [{"prompt": item.question, "answer": item.answer} for item in items]
-    model = short_model(folder) if load.name == "short and even" else long_model(folder)
-    described = {k: v for k, v in asdict(load).items() if k != "name"}
-    return {**described, "load": load.name, "model": model, "problems": problems, "words": words}
+def read_lines(path: Path) -> list[Found]:
+    """Lines of a file of JSON; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def short_model(folder: Path) -> str:
-    """The quickstart's, warmed up: its answers are short and end by themselves."""
-    config = compose(["experiment=quickstart", "run_dir=unused"])
-    if kept_model(config) is None:
-        print("warming up the quickstart's model: a minute", flush=True)
-        Rlcore().warm_up(folder / "warm-up")
-    path = kept_model(config)
-    assert path is not None
-    return path
+def merged(kept: Sequence[Found], new: Sequence[Found]) -> list[Found]:
+    """Lines of all machines: those of a machine and load that were measured anew are replaced."""
+    anew = {(line["machine"], line["load"]) for line in new}
+    return [*(k for k in kept if (k["machine"], k["load"]) not in anew), *new]
 
 
-def long_model(folder: Path) -> str:
-    """Random weights and 132 tokens: each next token ends the answer with a chance of 1 in 132 or
-    so, which makes 125 tokens in the mean where 384 are allowed."""
-    path = folder / "long-model"
-    if not path.exists():
-        spec = FreshModelSpec(vocab_size=132)
-        build_fresh_model(path, "0123456789=", spec, seed=1, max_len=512)
-    return str(path)
+def search(
+    runs: Runs, load: Load, job: Mapping[str, Any], peer: Peer, folder: Path, limit_s: float
+) -> None:
+    """Try sizes of a peer's micro-batch, small ones first, and keep the time of each."""
+    begun, best, worse = time.monotonic(), float("inf"), 0
+    for rows in (r for r in ROWS if r <= load.sequences):
+        if worse >= WORSE or time.monotonic() - begun > limit_s:
+            return
+        key = {"tried": rows, "load": load.name, "who": peer.name, "job": digest(job)}
+        if not runs.have(key):
+            place = folder / f"{load.key}-{peer.name}-{rows}-rows"
+            step_s = peer.run({**job, "rows": rows}, 2, place)["step_s"][-1]
+            runs.add({**key, "machine": machine(), "step_s": step_s})
+            print(f"{load.name}, {peer.name}, {rows} rows: {step_s:.2f} s", flush=True)
+        step_s = runs.find(key)["step_s"]
+        worse = 0 if step_s < best else worse + 1
+        best = min(best, step_s)
+
+
+def best_rows(runs: Runs, load: Load, job: Mapping[str, Any], peer: Peer) -> int:
+    """The micro-batch of a peer's fastest try."""
+    tried = runs.tried(load.name, peer.name, digest(job))
+    return int(min(tried, key=lambda line: line["step_s"])["tried"])
 
 
 class Runs:
@@ -146,6 +140,15 @@ class Runs:
         """Whether this run is there."""
         return any(key.items() <= found.items() for found in self._found)
 
+    def find(self, key: Found) -> Found:
+        """The run of this key, which is there."""
+        return next(found for found in self._found if key.items() <= found.items())
+
+    def tried(self, load: str, who: str, job: str) -> list[Found]:
+        """What was tried in the search of a micro-batch."""
+        of = {"load": load, "who": who, "job": job}
+        return [f for f in self._found if "tried" in f and of.items() <= f.items()]
+
     def add(self, found: Found) -> None:
         """Keep it."""
         self._found.append(found)
@@ -154,7 +157,8 @@ class Runs:
 
     def of(self, jobs: Mapping[str, Any]) -> list[Found]:
         """Runs of these jobs."""
-        return [f for f in self._found if f["load"] in jobs and f["job"] == digest(jobs[f["load"]])]
+        known = [f for f in self._found if "round" in f and f["load"] in jobs]
+        return [f for f in known if f["job"] == digest(jobs[f["load"]])]
 
 
 def digest(job: Mapping[str, Any]) -> str:
@@ -176,65 +180,92 @@ def measure(
         (ASYNC, lambda at: own.run(job, load.steps[ASYNC], at)),
         (ON_POLICY, lambda at: own.run(job, load.steps[ON_POLICY], at, on_policy=True)),
     ]
+    rows = {peer.name: best_rows(runs, load, job, peer) for peer in peers}
     for peer in peers:
-        turns.append((peer.name, lambda at, peer=peer: peer.run(job, load.steps["peer"], at)))
+        given = {**job, "rows": rows[peer.name]}
+        turns.append((peer.name, partial(peer.run, given, load.steps["peer"])))
     for who, run in turns if round_ % 2 else reversed(turns):
         key = {"round": round_, "load": load.name, "who": who, "job": digest(job)}
         if runs.have(key):
             continue
-        place = folder / f"{load.name}-{who}-{round_}".replace(" ", "_").replace(",", "")
+        place = folder / f"{load.key}-{who}-{round_}".replace(" ", "_").replace(",", "")
         busy = psutil.cpu_percent(interval=2.0) / 100 * (os.cpu_count() or 1)
         skipped = SKIPPED.get(who, PEER_SKIPPED)
         steps = {name: v[skipped:] for name, v in run(place).items() if isinstance(v, list)}
         means = {name: statistics.mean(values) for name, values in steps.items()}
-        runs.add({**key, **means, "busy": busy})
+        line = {**key, **means, "busy": busy, "machine": machine()}
+        runs.add(line | ({"rows": rows[who]} if who in rows else {}))
         print(f"round {round_}, {load.name}, {who}: {means['step_s']:.2f} s a step", flush=True)
 
 
 def page(found: Sequence[Found], peers: Sequence[str]) -> str:
-    """The whole result, with what was measured how."""
-    rounds = 1 + max(f["round"] for f in found)
-    busiest = max(f["busy"] for f in found)
-    valid = "" if busiest <= QUIET else " **The machine was busy: these figures do not count.**"
-    rows = " and ".join(str(load.rows) for load in LOADS)
+    """The whole result, with what was measured how: a section for each machine."""
     refusals = "\n".join(f"- {name}: {words}" for name, words in REFUSALS.items())
-    return (
-        "# rlcore beside its peers\n\n"
-        f"`python benchmarks/peers.py --rounds {rounds}` on {machine()}; medians of {rounds}"
-        " rounds, in brackets the smallest and the largest. Before each run other processes kept at"
-        f" most {busiest:.1f} cores busy.{valid}\n\n{short_table(found, peers)}\n\n"
-        "The limit is the larger of engine and learner alone, each with the core that it has in the"
-        " run.\n\n"
-        f"{table([details(found, load, peers) for load in loads_of(found)])}\n\n"
-        "Prompts are of the same task, not the same ones. rlcore stores 20 top log-probs of every"
-        f" token, peers only the sampled one's. A peer's micro-batches have {rows} sequences, which"
-        " no search has chosen.\n\n"
-        f"Peers that were not measured:\n\n{refusals}\n"
+    sections = [section(each, found, peers) for each in machines_of(found)]
+    return "\n".join(
+        [
+            "# rlcore beside its peers\n",
+            "`python benchmarks/peers.py`: medians of the rounds, in brackets the smallest and the "
+            "largest. The limit is the larger of engine and learner alone, each with the core that "
+            "it has in the run.\n",
+            *sections,
+            "Prompts are of the same task, and the same ones only where they are long. rlcore "
+            "stores 20 top log-probs of every token, peers only the sampled one's. A peer's "
+            f"micro-batch is the fastest of {ROWS[0]} to {ROWS[-1]} sequences.\n",
+            f"Peers that were not measured:\n\n{refusals}\n",
+        ]
     )
+
+
+def section(name: str, found: Sequence[Found], peers: Sequence[str]) -> str:
+    """The tables of one machine."""
+    own = [f for f in found if f["machine"] == name]
+    measured = [f for f in own if "said" not in f]
+    if not measured:
+        tables = f"{short_table(own, peers)}\n\n{table([f['parts'] for f in own])}"
+        return f"## {name}\n\nOf an earlier version, without a search.\n\n{tables}\n"
+    busiest = max(f["busy"] for f in measured)
+    valid = "" if busiest <= QUIET else " **The machine was busy: these figures do not count.**"
+    rounds = 1 + max(f["round"] for f in measured)
+    parts = [details(measured, load, peers) for load in loads_of(measured)]
+    return (
+        f"## {name}\n\n{rounds} rounds. Before each run other processes kept at most "
+        f"{busiest:.1f} cores busy.{valid}\n\n{short_table(own, peers)}\n\n{table(parts)}\n"
+    )
+
+
+def machines_of(found: Sequence[Found]) -> list[str]:
+    """In the order of their first lines."""
+    return list(dict.fromkeys(f["machine"] for f in found))
 
 
 def short_table(found: Sequence[Found], peers: Sequence[str]) -> str:
     """The table of docs/figures.md."""
     rows = []
-    for load in loads_of(found):
-        own = by_round(found, load, ASYNC)
-        for peer in peers:
-            theirs = by_round(found, load, peer)
-            both = sorted(own.keys() & theirs.keys())
-            ratios = [theirs[r] / own[r] for r in both]
-            row = {"load": described(load), f"{peer}, s a step": spread(theirs.values())}
-            rows.append(row | {"rlcore, s a step": spread(own.values()), "times": spread(ratios)})
+    for name in machines_of(found):
+        of = [f for f in found if f["machine"] == name]
+        for load in loads_of(of):
+            given = {"machine": name, "load": described(load)}
+            rows += [given | f["said"] for f in of if f["load"] == load and "said" in f]
+            own = by_round(of, load, ASYNC)
+            for peer in peers if own else ():
+                theirs = by_round(of, load, peer)
+                ratios = [theirs[r] / own[r] for r in sorted(own.keys() & theirs.keys())]
+                row = given | {f"{peer}, s a step": spread(theirs.values())}
+                row |= {"rlcore, s a step": spread(own.values()), "times": spread(ratios)}
+                rows.append(row)
     return table(rows)
 
 
 def details(found: Sequence[Found], load: str, peers: Sequence[str]) -> dict[str, str]:
-    """rlcore's own parts on a load, and the tokens that everybody sampled."""
+    """rlcore's own parts on a load of one machine, and the tokens that everybody sampled."""
     own, turned = by_round(found, load, ASYNC), by_round(found, load, ON_POLICY)
     engine = by_round(found, load, ON_POLICY, "wait_s")
     learner = by_round(found, load, ON_POLICY, "learn_s")
     limit = {r: max(engine[r], learner[r]) for r in engine}
     both = sorted(own.keys() & turned.keys())
     sampled = {who: by_round(found, load, who, "tokens").values() for who in (ASYNC, *peers)}
+    rows = {f["who"]: f["rows"] for f in found if f["load"] == load and "rows" in f}
     return {
         "load": load,
         "asynchronous, s a step": spread(own.values()),
@@ -247,6 +278,7 @@ def details(found: Sequence[Found], load: str, peers: Sequence[str]) -> dict[str
         "tokens a step": "; ".join(
             f"{w} {statistics.mean(t):.0f}" for w, t in sampled.items() if t
         ),
+        "micro-batch": "; ".join(f"{who} {count}" for who, count in rows.items()),
     }
 
 
@@ -257,12 +289,13 @@ def loads_of(found: Sequence[Found]) -> list[str]:
 def described(name: str) -> str:
     """A load by its sizes."""
     load = next(load for load in LOADS if load.name == name)
-    return f"{name}: {load.groups * load.samples} sequences of at most {load.max_tokens} tokens"
+    return f"{name}: {load.sequences} sequences of at most {load.max_tokens} tokens"
 
 
 def by_round(found: Iterable[Found], load: str, who: str, what: str = "step_s") -> dict[int, float]:
     """A figure of a party on a load, by round."""
-    return {f["round"]: f[what] for f in found if (f["load"], f["who"]) == (load, who)}
+    of = [f for f in found if "round" in f and (f["load"], f["who"]) == (load, who)]
+    return {f["round"]: f[what] for f in of}
 
 
 def spread(values: Iterable[float]) -> str:

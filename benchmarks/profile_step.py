@@ -25,7 +25,8 @@ from typing import Any
 import psutil
 from harness import machine, read_rows, role, table
 from peer_adapters import Rlcore, environment
-from peers import ASYNC, LOADS, ON_POLICY, SKIPPED, job_of
+from peer_loads import ASYNC, LOADS, ON_POLICY, job_of
+from peers import SKIPPED
 
 SAMPLED = ("RolloutActor", "LearnerActor", "BufferActor", "ScorerActor")
 RATE = 200  # samples a second
@@ -104,7 +105,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     sections = []
     for load in LOADS:
-        if load.name.split()[0] not in args.loads:
+        if load.key not in args.loads:
             continue
         job = job_of(load, args.folder, args.words)
         for who in args.who:
