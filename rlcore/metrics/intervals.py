@@ -45,8 +45,9 @@ def welch(first: Sequence[float], second: Sequence[float], ci: float) -> Interva
     parts = [variance(values) / len(values) for values in (first, second)]
     if not sum(parts):
         return Interval(difference, difference, difference, n)
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second))
+    shares = [part / max(parts) for part in parts]  # squares of tiny ones would be 0
+    freedom = sum(shares) ** 2 / sum(
+        share**2 / (len(values) - 1) for share, values in zip(shares, (first, second))
     )
     half = t_quantile(_upper(ci), freedom) * math.sqrt(sum(parts))
     return Interval(difference, difference - half, difference + half, n)
