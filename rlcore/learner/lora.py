@@ -1,4 +1,5 @@
-"""Low-rank adapters on linear layers of a causal LM. The file that imports PEFT.
+"""Low-rank adapters on linear layers of a causal LM. The file that imports PEFT, where there are
+adapters: it takes most of a second.
 
 The base weights are frozen; what is exported, and with publish=merged published, is W + scale * B A
 under W's Hugging Face name: an engine then serves one plain set of tensors. With publish=adapter
@@ -12,14 +13,13 @@ sum where that is published. Otherwise, and in float32, it is PEFT's.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,12 +29,18 @@ from rlcore.learner.engines.patches import ADAPTED_LINEAR
 from rlcore.learner.specs import LoraSpec
 from rlcore.weights.adapters import factor_names
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
 _ADAPTER = "default"
 _BASE = ".base_layer."
 
 
 def _peft(spec: LoraSpec) -> LoraConfig:
     """PEFT's configuration of the specification."""
+    from peft import LoraConfig
+
     return LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # PEFT divides it: any number is accepted
@@ -51,6 +57,8 @@ def add_adapters(lm: nn.Module, spec: LoraSpec, *, seed: int, key: str) -> None:
     B starts at 0, so nothing changes yet; A is drawn from `seed`, so every rank makes the same.
     `key`: configuration section for the error. Raises UserError when no layer has such a name.
     """
+    from peft import inject_adapter_in_model
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -80,6 +88,10 @@ def is_adapter(name: str) -> bool:
 
 def adapted_layers(lm: nn.Module) -> dict[str, LoraLayer]:
     """Hugging Face name of each adapted weight -> its layer."""
+    if "peft" not in sys.modules:
+        return {}  # nothing can have put adapters on it
+    from peft.tuners.lora import LoraLayer
+
     return {f"{name}.weight": m for name, m in lm.named_modules() if isinstance(m, LoraLayer)}
 
 

@@ -276,7 +276,7 @@ class WandbSink(Sink):
         self,
         run_dir: Path,
         spec: LoggingSpec,
-        mode: Literal["offline", "online"],
+        mode: Literal["offline", "online", "disabled"],
         config: Mapping[str, Any],
         run_id: str,
     ) -> None:
