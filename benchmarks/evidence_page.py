@@ -15,11 +15,13 @@ from evidence_studies import UNCORRECTED, Study
 from evidence_tables import (
     LEAST,
     LEVEL,
+    Contrast,
     Family,
     Line,
     family,
     holm,
     interval,
+    on_actors,
     resolution,
     rows,
 )
@@ -109,8 +111,13 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
             arms = dict.fromkeys(line["arm"] for line in made)
             own = [(arm, [line for line in made if line["arm"] == arm]) for arm in arms]
             parts.append(table(held_rows(study.held, own)))
-        parts += [_contrasts(study, members)] if study.contrasts else []
+        parts += [_contrasts(study.contrasts, members)] if study.contrasts else []
         parts += [_said(members)] if members else []
+        if len(study.deployed) == 1:
+            compared_to = (study.reference, UNCORRECTED)
+            deployed = family(lines, compared_to, study.contrasts, of=on_actors)
+            parts.append(f"Policies on the actors:\n\n{_contrasts(tuple(deployed), deployed)}")
+            parts.append(_said(deployed, "table"))
         parts += [_origin(made, digest)]
     if study.deviations:
         columns = ("of", "paper", "here")
@@ -156,7 +163,7 @@ def _counted(study: Study, lines: Sequence[Line]) -> str:
     return f"{sum('arm' in line for line in lines)} of {cells * len(study.seeds)}"
 
 
-def _contrasts(study: Study, members: Family) -> str:
+def _contrasts(chosen: Sequence[Contrast], members: Family) -> str:
     adjusted = holm(members)
     shown = [
         {
@@ -167,19 +174,19 @@ def _contrasts(study: Study, members: Family) -> str:
                 adjusted.get((arm, other, size), 1) < LEVEL
             ),
         }
-        for arm, other, size in study.contrasts
+        for arm, other, size in chosen
     ]
     return table(shown)
 
 
-def _said(members: Family) -> str:
+def _said(members: Family, whole: str = "page") -> str:
     """How the differences are to be read, and how small ones the study can show."""
     refused = sum(difference.refused for difference in members.values())
     kept = sum(p < LEVEL for p in holm(members).values())
     text = (
         f"Differences are paired by starting model, with 95% intervals of Student's t; bold: below "
-        f"{LEVEL:g} after Holm's correction for the {len(members)} differences of this page, which "
-        f"{kept} are. Resolution: half of the intervals are wider than "
+        f"{LEVEL:g} after Holm's correction for the {len(members)} differences of this {whole}, "
+        f"which {kept} are. Resolution: half of the intervals are wider than "
         f"±{resolution(members):.3f}."
     )
     if refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 Line = dict[str, Any]
+Measured = Callable[[Line], float | None]
 LOSS = 0.10  # of held-out accuracy: what the uncorrected arm must lose at the chosen size
 LEAST = 3  # seeds: an arm with fewer is neither in a table nor in a figure
 LEVEL = 0.05  # of the family of a page's differences
@@ -30,7 +31,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Final accuracies of two arms, paired by start: differences, and pairs that were refused."""
+    """Accuracies of two arms, paired by start: differences, and pairs that were refused."""
 
     values: tuple[float, ...]
     refused: int = 0
@@ -63,16 +64,30 @@ def same_start(line: Line, other: Line) -> bool:
     return step != other_step or bool(accuracy == other_accuracy)
 
 
-def paired(lines: Sequence[Line], arm: str, other: str, size: str) -> Difference:
-    """Final accuracy of `arm` minus that of `other`, for seeds that both have and whose runs began
-    from the same model; other pairs are refused.
+def final(line: Line) -> float | None:
+    """Accuracy at the end of a run."""
+    value: float = line["final"]
+    return value
+
+
+def on_actors(line: Line) -> float | None:
+    """Accuracy of a run's exported policy on its actors; None: it was not evaluated there."""
+    return next(iter(line.get("deployed", {}).values()), None)
+
+
+def paired(
+    lines: Sequence[Line], arm: str, other: str, size: str, of: Measured = final
+) -> Difference:
+    """What is measured of `arm` minus that of `other`, for seeds that both have and whose runs
+    began from the same model; other pairs are refused.
 
     The other arm is looked for at `size`, or at any size if it has none there (the matched arm)."""
     of_other = {line["seed"]: line for line in _at(lines, other, size)}
     own = sorted(_at(lines, arm, size), key=lambda line: line["seed"])
     pairs = [(line, of_other[line["seed"]]) for line in own if line["seed"] in of_other]
-    kept = [(a, b) for a, b in pairs if same_start(a, b)]
-    return Difference(tuple(a["final"] - b["final"] for a, b in kept), len(pairs) - len(kept))
+    kept = [(of(a), of(b)) for a, b in pairs if same_start(a, b)]
+    known = tuple(a - b for a, b in kept if a is not None and b is not None)
+    return Difference(known, len(pairs) - len(kept))
 
 
 Contrast = tuple[str, str, str]  # arm, the other arm, size
@@ -80,7 +95,10 @@ Family = dict[Contrast, Difference]
 
 
 def family(
-    lines: Sequence[Line], references: tuple[str, str], further: Sequence[Contrast] = ()
+    lines: Sequence[Line],
+    references: tuple[str, str],
+    further: Sequence[Contrast] = (),
+    of: Measured = final,
 ) -> Family:
     """All differences that a page states: each arm against the matched and the uncorrected one, and
     the further contrasts that the study declares."""
@@ -90,9 +108,9 @@ def family(
         if arm == matched:
             continue
         if arm != uncorrected and (uncorrected, size) in _cells(lines):
-            found[arm, uncorrected, size] = paired(lines, arm, uncorrected, size)
-        found[arm, matched, size] = paired(lines, arm, matched, size)
-    return found | {contrast: paired(lines, *contrast) for contrast in further}
+            found[arm, uncorrected, size] = paired(lines, arm, uncorrected, size, of)
+        found[arm, matched, size] = paired(lines, arm, matched, size, of)
+    return found | {contrast: paired(lines, *contrast, of) for contrast in further}
 
 
 def holm(members: Family) -> dict[Contrast, float]:

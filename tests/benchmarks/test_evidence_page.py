@@ -96,6 +96,19 @@ def test_accuracies_of_exported_models_are_columns():
     assert ais["policy/sparse on the actors"] == "0.700 ± 0.000"
 
 
+def test_policies_on_the_actors_are_compared_by_their_own_accuracies():
+    lines = runs("matched", "1", deployed={"policy": 0.8})
+    lines += runs("tis", "2", deployed={"policy": 0.5})
+    lines += runs("ais", "2")
+    references = ("matched", "uncorrected")
+    found = evidence_tables.family(lines, references, of=evidence_tables.on_actors)
+    assert found["tis", "matched", "2"].values == pytest.approx((-0.3, -0.3, -0.3))
+    assert found["ais", "matched", "2"].values == ()
+    assert "Policies on the actors" in evidence_page.results(
+        "tiny", replace(STUDY, contrasts=(), deployed=("policy",)), lines, "now"
+    )
+
+
 @pytest.mark.parametrize(
     ("further", "said"),
     [({}, "no method was compared."), ({"4": {"tis": ()}}, "declared before: at 4.")],
