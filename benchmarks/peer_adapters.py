@@ -14,7 +14,8 @@ from typing import Any
 
 from harness import read_rows
 
-from rlcore.cluster.process_tuning import Processor, wanted
+from rlcore.commands.about import run_kernels
+from rlcore.config.compose import load as compose
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800.0
@@ -157,12 +158,12 @@ class Rlcore:
 
 def environment() -> dict[str, str]:
     """The variables of every party's process: those that rlcore sets for itself too."""
-    return {
-        **wanted(Processor.here()),
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    found = {**os.environ, **offline}
+    kernels = run_kernels(compose(["run_dir=.", "model=tiny"]))
+    if kernels is not None:
+        kernels.set_in(found)
+    return found
 
 
 def logged(command: Sequence[str], place: Path) -> None:

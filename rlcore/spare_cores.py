@@ -205,7 +205,7 @@ class SpareCores:
                 states.register_hook(self.follow)
 
         # the first list of modules, whatever its name
-        modules = lm.base_model.modules()  # type: ignore[union-attr, operator]
+        modules = lm.base_model.modules()  # type: ignore[union-attr]
         for layer in next(m for m in modules if isinstance(m, torch.nn.ModuleList)):
             layer.register_forward_pre_hook(self.follow)
             layer.register_forward_hook(after)

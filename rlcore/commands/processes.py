@@ -3,8 +3,8 @@ ended together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -29,6 +29,7 @@ from rlcore.cluster.start import (
 )
 from rlcore.cluster.teacher import RayTeacher, TeacherOutlet
 from rlcore.commands import derived
+from rlcore.commands.about import run_kernels
 from rlcore.commands.model_checks import longest_record
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
@@ -50,6 +51,7 @@ MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too
 ENGINE_TRANSFERS: dict[str, Literal["nccl", "ipc"]] = {"nccl": "nccl", "ipc": "ipc"}
 
 
+@contextmanager
 def connected(
     config: RunConfig,
     *,
@@ -58,7 +60,7 @@ def connected(
     store_bytes: int = 0,
     patience_s: float = 0.0,
     stderr: Callable[[str, str], None] | None = None,
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """The cluster of a run, for the duration of a block: joined, or started and stopped.
 
     `actors`, `learner`: which roles it must hold. `store_bytes`: of one publication of weights.
@@ -66,7 +68,8 @@ def connected(
     Raises UserError if it cannot hold them.
     """
     cpus, gpus = derived.needed(config, actors=actors, learner=learner)
-    return cluster(
+    kernels = run_kernels(config)
+    joined = cluster(
         config.cluster,
         needed_cpus=cpus,
         needed_gpus=gpus,
@@ -74,6 +77,9 @@ def connected(
         patience_s=patience_s,
         stderr=stderr,
     )
+    # Ray's processes inherit the variable
+    with nullcontext() if kernels is None else kernels.set_here(), joined:
+        yield
 
 
 def shared_places(config: RunConfig) -> SharedPlaces | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlcore.cluster.process_tuning import short_passes
 from rlcore.commands import derived
-from rlcore.commands.about import write_about
+from rlcore.commands.about import kernel_news, run_kernels, write_about
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
 from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, prepare
@@ -174,7 +174,9 @@ def train(
     ask_lean_servers(prepared.config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
     with open_run_dir(config, "rlcore train") as owner, _errors_name_the_log(owner):
-        write_about(owner.folder)
+        kernels = run_kernels(config)
+        said = [*kernel_news(config, kernels)]
+        write_about(owner.folder, kernels)
         swept = checkpoint.sweep(owner.folder / "checkpoints")
         with open_logger(
             owner.folder,
@@ -190,7 +192,7 @@ def train(
             if callbacks:
                 logger.sinks.append(CallbackSink(owner.folder, callbacks, stop.ask))
             run.stop.interrupt()
-            for news in (owner.news, swept, derived.idle_clip(config), *unread(config)):
+            for news in (owner.news, swept, derived.idle_clip(config), *unread(config), *said):
                 if news:
                     reporter.note(news)
             try:

@@ -4,15 +4,66 @@ import getpass
 import json
 import socket
 
-from rlcore.commands.about import about, write_about
+import pytest
+
+from rlcore.cluster.kernels import KERNELS, Kernels
+from rlcore.commands.about import about, kernel_news, run_kernels, write_about
+from rlcore.config.compose import load
 
 
 def test_it_has_machine_and_versions_and_nothing_private(tmp_path):
-    write_about(tmp_path)
+    kernels = Kernels("AVX512", "tried", {"": 71.0, "AVX512": 97.0})
+    write_about(tmp_path, kernels)
     found = json.loads((tmp_path / "about.json").read_text())
-    assert found == about()
+    assert found == about(kernels)
+    assert found["kernels"] == {"chosen": "AVX512", "gflops": 97.0}
     assert found["machine"]["cores"] >= 1 and found["machine"]["memory_gib"] > 0
     assert {"python", "torch", "ray"} <= set(found["versions"])
     text = json.dumps(found)
     assert socket.gethostname() not in text and str(tmp_path) not in text
     assert f'"{getpass.getuser()}"' not in text
+
+
+@pytest.fixture
+def tried(tmp_path, monkeypatch):
+    """Trials that find AVX-512 faster, of a processor that has it, and their number."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(KERNELS, raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    info = tmp_path / "cpuinfo"
+    info.write_text("vendor_id : AuthenticAMD\nflags : avx2 avx512f\n")
+    monkeypatch.setattr("rlcore.cluster.kernels.Processor.here.__func__.__defaults__", (info,))
+    asked = []
+
+    def speed(candidate, shapes):
+        asked.append(shapes)
+        return 97.0 if candidate == "AVX512" else 71.0
+
+    monkeypatch.setattr("rlcore.commands.about.tried_speed", speed)
+    return asked
+
+
+def test_a_run_goes_on_with_the_kernels_that_it_began_with(tried, tmp_path):
+    config = load(["experiment=quickstart", "run_dir=run", "schedule=on_policy"])
+    assert run_kernels(config, trial=False).source == "unknown"
+    kernels = run_kernels(config)
+    assert (kernels.chosen, kernels.source) == ("AVX512", "tried") and len(tried) == 3
+    assert len(tried[0]) == 4 and (512, 192) in tried[0]  # the fresh model's own
+    assert [*kernel_news(config, kernels)] == [f"matrix kernels: {kernels}"]
+    (tmp_path / "run").mkdir()
+    write_about(tmp_path / "run", kernels)
+    (tmp_path / "cache" / "kernels.json").unlink()
+    again = run_kernels(config)
+    assert (again.chosen, again.source) == ("AVX512", "run") and len(tried) == 3
+    assert len([*kernel_news(config, again)]) == 1
+    other = Kernels("AVX2", "environment")
+    assert "begun with the kernels AVX512: sums round otherwise" in [*kernel_news(config, other)][1]
+    timed = load(["experiment=quickstart", "run_dir=run"])  # its results depend on timing anyway
+    assert len([*kernel_news(timed, other)]) == 1
+
+
+@pytest.mark.parametrize("words", [("cluster.address=head:6379",), ("learner=gpu", "actor=gpu")])
+def test_kernels_of_other_machines_and_gpus_are_not_tried(tried, words):
+    words = [w.replace("actor=gpu", "actor.bf16.num_gpus=1") for w in words]
+    assert run_kernels(load(["experiment=quickstart", "run_dir=run", *words])) is None
+    assert tried == []

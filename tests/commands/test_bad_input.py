@@ -10,6 +10,7 @@ import pytest
 from timing import deadline, wait_for_end
 
 from rlcore.cli import main
+from rlcore.cluster.kernels import KERNELS
 
 BASE = ("train", "experiment=quickstart", "logging.wandb=disabled")
 
@@ -53,7 +54,8 @@ def refused(capsys):
         (["correction=[tis,mis]"], ["tis", "mis"]),
     ],
 )
-def test_a_wrong_configuration_is_one_sentence(refused, words, said, tmp_path):
+def test_a_wrong_configuration_is_one_sentence(refused, words, said, tmp_path, monkeypatch):
+    monkeypatch.setenv(KERNELS, "AVX2")  # the user's choice: nothing is tried
     sentence = refused(*BASE, f"run_dir={tmp_path / 'run'}", *words)
     assert not [word for word in said if word not in sentence], sentence
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,5 +1,6 @@
 """Whole runs: the outside contract, exact resume, interruption, a killed actor."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 import yaml
 from conftest import left_over, modes, rows, umask, without_times
 
+from rlcore.cluster.kernels import KERNELS
 from rlcore.metrics.log import read_log
+from rlcore.spare_cores import cores
 
 INJECTION = Path(__file__).resolve().parents[2] / "benchmarks" / "fault_injection"
 
@@ -166,6 +169,13 @@ def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(
     assert [r["staleness/max"] for r in uninterrupted] == [0, 1, 2, 0, 1, 2]
     assert all(r["grad_norm"] > 0 for r in uninterrupted)
     assert any("eval/digits/greedy" in r for r in resumed[4:5])
+    # what rounds sums is stated, and the same in the second part
+    threads = yaml.safe_load((run_dir / "config.yaml").read_text())["learner"]["max_threads"]
+    assert threads == (cores() if cores() > 1 else None)
+    said = [e["text"] for e in read_log(run_dir)[0] if "matrix kernels" in str(e.get("text"))]
+    assert len(said) == 2 and not [e for e in read_log(run_dir)[0] if "no exact" in str(e)]
+    about = json.loads((run_dir / "about.json").read_text())
+    assert about["kernels"]["chosen"] == os.environ.get(KERNELS, about["kernels"]["chosen"])
 
 
 @pytest.mark.slow
