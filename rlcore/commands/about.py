@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import psutil
 
 from rlcore.cluster.kernels import Kernels, common_shapes, kernels_for, tried_speed
 from rlcore.cluster.specs import joined_address
-from rlcore.commands.memory import weight_shapes
+from rlcore.commands.memory import policy_parameters, weight_shapes
 from rlcore.config.schema import RunConfig
 from rlcore.files import replace_file
 from rlcore.models.specs import WarmUpSpec
+from rlcore.planner.gpus import PASS, TRAINED
 from rlcore.spare_cores import cores
 
 # what a driver of GPUs shows: NVIDIA's, that of Windows for its Linux, AMD's
@@ -143,14 +144,34 @@ def kernel_news(config: RunConfig, kernels: Kernels | None) -> Iterator[str]:
         )
 
 
-def write_about(run_dir: Path, kernels: Kernels | None) -> None:
+def limit_facts(config: RunConfig, tokenizer: Any, kernels: Kernels | None) -> dict[str, Any]:
+    """The facts that `metrics/limit.py` needs of a run; {} where it has no limit: roles on GPUs or
+    in bfloat16, whose speed was not tried, or adapters, whose products are fewer. `tokenizer`:
+    the policy's."""
+    learner, actors = config.learner, config.actor.values()
+    plain = learner.device == "cpu" and all(a.on_cpu and a.kind != "draft" for a in actors)
+    float32 = {learner.compute_dtype, *(a.compute_dtype for a in actors)} == {"float32"}
+    tried = kernels is not None and kernels.speed is not None
+    if learner.lora is not None or not (plain and float32 and tried):
+        return {}
+    assert kernels is not None and kernels.speed is not None
+    billions = policy_parameters(config, tokenizer) / 1e9
+    return {
+        "gflops": kernels.speed * cores(),
+        "pass_gflop": PASS * billions,
+        "trained_gflop": TRAINED * billions,
+        "samples": config.rollout.samples_per_prompt,
+    }
+
+
+def write_about(run_dir: Path, kernels: Kernels | None, limit: Mapping[str, Any]) -> None:
     """Write the machine, commit and versions of a run; a resumed run writes them again."""
-    replace_file(run_dir / ABOUT, json.dumps(about(kernels), indent=1) + "\n")
+    replace_file(run_dir / ABOUT, json.dumps(about(kernels, limit), indent=1) + "\n")
 
 
-def about(kernels: Kernels | None = None) -> dict[str, Any]:
-    """{"machine": {...}, "kernels": {...}, "commit": ..., "versions": {...}}. Names no host, user
-    or path, since reports are shown to others."""
+def about(kernels: Kernels | None = None, limit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """{"machine": {...}, "kernels": {...}, "limit": {...}, "commit": ..., "versions": {...}}. Names
+    no host, user or path, since reports are shown to others."""
     machine = {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": cores(),
@@ -160,7 +181,8 @@ def about(kernels: Kernels | None = None) -> dict[str, Any]:
     chosen = None if kernels is None else {"chosen": kernels.chosen, "gflops": kernels.speed}
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     versions = {"python": platform.python_version(), **versions}
-    return {"machine": machine, "kernels": chosen, "commit": commit(), "versions": versions}
+    speeds = {"kernels": chosen, "limit": dict(limit or {}) or None}
+    return {"machine": machine, **speeds, "commit": commit(), "versions": versions}
 
 
 def commit() -> str:

@@ -49,8 +49,8 @@ def ranks(config: RunConfig) -> int:
 
 
 def follows_load(config: RunConfig) -> bool:
-    """Whether the policy's ranks use more threads while cores idle (`learner.max_threads`), which
-    only a run may whose results depend on timing anyway.
+    """True if the policy's ranks use more threads while cores idle (`learner.max_threads`), as only
+    a run may whose results depend on timing anyway.
 
     Ranks that hold parts of something compute the rest alike, and have to round alike.
     """

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from rlcore.cluster.specs import RaySpec
-from rlcore.commands.about import GpuMachine, lacking, run_kernels, this_machine
+from rlcore.commands.about import ABOUT, GpuMachine, lacking, run_kernels, this_machine
 from rlcore.commands.kinds_advice import (
     calibrated,
     calibration_lines,
@@ -41,6 +41,7 @@ from rlcore.config.schema import CorrectionList, RunConfig
 from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
+from rlcore.metrics.limit import limit_share, sentence
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.metrics.run_folder import records
 
@@ -132,6 +133,7 @@ class Probe:
     error: str = ""  # what kept the run from it; empty: nothing did
     row: Row = field(default_factory=dict)
     worst: Sequence[Token] = ()
+    limit: float = 0.0  # limit over time of the step; 0: unknown
 
     @property
     def started(self) -> bool:
@@ -164,8 +166,10 @@ def probe(config: RunConfig, *, fresh: bool = False, whole: bool = False) -> Pro
                 error = str(e)
         rows = read_rows(run / "metrics.jsonl")
         found = [r for file in sorted((run / "samples").glob("step_*")) for r in records(file)]
+        told = json.loads((run / ABOUT).read_text()) if rows else {}
     seconds = time.monotonic() - began
-    return Probe(seconds, error, rows[0] if rows else {}, worst_tokens(found))
+    share = limit_share(told, [*rows, {}], warm_up=0)
+    return Probe(seconds, error, rows[0] if rows else {}, worst_tokens(found), share)
 
 
 def shortened(config: RunConfig, run_dir: str, longest: int = NEW_TOKENS) -> RunConfig:
@@ -270,6 +274,7 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
         "starts": found.started,
         "seconds": round(found.seconds, 1),
         "error": found.error,
+        "limit": round(found.limit, 3),
         "staleness_bound": stale,
         "forecast": list(forecast),
     }
@@ -308,6 +313,8 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
     if not shown["starts"]:
         return [f"FAIL  a run of this configuration did not take a step: {shown['error']}"]
     said = [f"ok    a run of this configuration took a step after {shown['seconds']:.0f} s"]
+    if shown.get("limit"):
+        said.append(f"      {sentence(shown['limit'])} (a first step also fills caches)")
     if "mismatch" not in shown:
         return said
     said += ["", f"actors against learner, {number(shown['tokens'])} fresh tokens, no correction:"]
@@ -402,7 +409,7 @@ def _started(config: RunConfig | None, rates: Mapping[str, str]) -> dict[str, An
         return diagnosis(config, probe(config), forecast)
     smallest = smallest_run(this_machine())
     found = diagnosis(smallest, probe(smallest, fresh=True), ())
-    return {k: found[k] for k in ("starts", "seconds", "error")}
+    return {k: found[k] for k in ("starts", "seconds", "error", "limit")}
 
 
 def smallest_run(machine: GpuMachine) -> RunConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlcore.cluster.process_tuning import short_passes
 from rlcore.commands import derived
-from rlcore.commands.about import kernel_news, run_kernels, write_about
+from rlcore.commands.about import kernel_news, limit_facts, run_kernels, write_about
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
 from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, prepare
@@ -176,7 +176,8 @@ def train(
     with open_run_dir(config, "rlcore train") as owner, _errors_name_the_log(owner):
         kernels = run_kernels(config)
         said = [*kernel_news(config, kernels)]
-        write_about(owner.folder, kernels)
+        limit = limit_facts(prepared.config, prepared.tokenizer, kernels)
+        write_about(owner.folder, kernels, limit)
         swept = checkpoint.sweep(owner.folder / "checkpoints")
         with open_logger(
             owner.folder,

@@ -19,6 +19,7 @@ from rlcore.metrics.digest import Digest, duration, number
 from rlcore.metrics.digest import tasks as tasks_of
 from rlcore.metrics.figures import ELSE, QUESTIONS, TIME, Family, figures, swimlanes
 from rlcore.metrics.health import held
+from rlcore.metrics.limit import limit_share, sentence
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import MAX_POINTS, Judge, Run, read_run, thin
@@ -121,6 +122,7 @@ def described(run: Run) -> dict[str, str]:
         "learner": _learner(settings.get("learner")),
         "seed": str(settings.get("seed", "")),
         **_done_with(run.about),
+        "speed": sentence(limit_share(run.about, run.rows)),
         "so far": _progress(run),
     }
     if not settings:

@@ -14,6 +14,7 @@ from typing import Any
 from rlcore.planner.specs import ActorRates, LearnerRates
 
 GB, TERA = 1e9, 1e12
+PASS, TRAINED = 2, 6  # FLOPs a parameter and token: of a pass, and of one with its gradient
 BANDWIDTH_REACHED = 0.7  # of decoding
 PREFILL_REACHED = 0.5  # of the FLOPs, prompts
 DECODE_REACHED = 0.3  # of the FLOPs, decoding in batches
@@ -104,10 +105,10 @@ def actor_rates(gpu: Gpu, shape: Shape, engine: EngineShape, *, context: float) 
     bytes_per_s = engine.gpus * GB * gpu.bandwidth * BANDWIDTH_REACHED
     return ActorRates(
         decode_s=STEP_S + weights / bytes_per_s,
-        decode_request_s=2 * shape.parameters / (flops * DECODE_REACHED),
+        decode_request_s=PASS * shape.parameters / (flops * DECODE_REACHED),
         decode_context_s=kv / bytes_per_s,
         context_budget=engine.budget,
-        prefill_tokens_per_s=flops * PREFILL_REACHED / (2 * shape.parameters),
+        prefill_tokens_per_s=flops * PREFILL_REACHED / (PASS * shape.parameters),
         load_s=0.2 + 2 * shape.parameters / (gpu.link * GB * LINK_REACHED * engine.gpus),
         max_running=min(engine.max_running, fits),
     )
@@ -130,8 +131,8 @@ def learner_rates(gpu: Gpu, shape: Shape, gpus: int, beside: Beside = Beside()) 
     states = 16 * (shape.parameters + beside.trained)
     return LearnerRates(
         step_s=LAUNCH_S + states / (gpus * GB * gpu.bandwidth * BANDWIDTH_REACHED),
-        token_s=(6 * shape.parameters + beside.step_flops) / flops,
-        ref_token_s=2 * shape.parameters / flops,
+        token_s=(TRAINED * shape.parameters + beside.step_flops) / flops,
+        ref_token_s=PASS * shape.parameters / flops,
         phase_token_s=beside.phase_flops / flops,
         publish_s=0.2 + 2 * shape.parameters / (gpu.link * GB * LINK_REACHED * gpus),
     )

@@ -7,15 +7,17 @@ import socket
 import pytest
 
 from rlcore.cluster.kernels import KERNELS, Kernels
-from rlcore.commands.about import about, kernel_news, run_kernels, write_about
+from rlcore.commands.about import about, kernel_news, limit_facts, run_kernels, write_about
 from rlcore.config.compose import load
 
 
 def test_it_has_machine_and_versions_and_nothing_private(tmp_path):
     kernels = Kernels("AVX512", "tried", {"": 71.0, "AVX512": 97.0})
-    write_about(tmp_path, kernels)
+    limit = {"gflops": 194.0}
+    write_about(tmp_path, kernels, limit)
     found = json.loads((tmp_path / "about.json").read_text())
-    assert found == about(kernels)
+    assert found == about(kernels, limit)
+    assert found["limit"] == limit and about()["limit"] is None
     assert found["kernels"] == {"chosen": "AVX512", "gflops": 97.0}
     assert found["machine"]["cores"] >= 1 and found["machine"]["memory_gib"] > 0
     assert {"python", "torch", "ray"} <= set(found["versions"])
@@ -51,7 +53,7 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with(tried, tmp_path):
     assert len(tried[0]) == 4 and (512, 192) in tried[0]  # the fresh model's own
     assert [*kernel_news(config, kernels)] == [f"matrix kernels: {kernels}"]
     (tmp_path / "run").mkdir()
-    write_about(tmp_path / "run", kernels)
+    write_about(tmp_path / "run", kernels, {})
     (tmp_path / "cache" / "kernels.json").unlink()
     again = run_kernels(config)
     assert (again.chosen, again.source) == ("AVX512", "run") and len(tried) == 3
@@ -67,3 +69,23 @@ def test_kernels_of_other_machines_and_gpus_are_not_tried(tried, words):
     words = [w.replace("actor=gpu", "actor.bf16.num_gpus=1") for w in words]
     assert run_kernels(load(["experiment=quickstart", "run_dir=run", *words])) is None
     assert tried == []
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        ((), True),
+        (("learner=lora",), False),
+        (("learner.dtype=bfloat16", "learner.zero_stage=1"), False),
+        (("actor.bf16.num_gpus=1",), False),
+    ],
+)
+def test_a_limit_is_of_runs_whose_products_are_those_that_were_tried(words, known):
+    config = load(["experiment=quickstart", "run_dir=run", *words])
+    kernels = Kernels("AVX512", "tried", {"": 71.0, "AVX512": 97.0})
+    found = limit_facts(config, "0123456789=ab", kernels)  # thirteen tokens
+    assert bool(found) == known and limit_facts(config, "0", Kernels("", "unknown")) == {}
+    if known:
+        assert found["gflops"] % 97.0 == 0 and found["samples"] == 8
+        assert found["trained_gflop"] == pytest.approx(3 * found["pass_gflop"])
+        assert 1.5e6 < found["pass_gflop"] / 2 * 1e9 < 1.7e6  # the fresh model's parameters
