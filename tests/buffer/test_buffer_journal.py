@@ -49,6 +49,7 @@ def test_round_trip_keeps_groups_accounts_and_the_uncommitted_batch(tmp_path):
     new = reloaded(tmp_path / "buffer", old, fresh())
     unpaired = len(sample(4, 0, prompt_id="digits/train/4")[0])
     expected = store.metrics(old)
+    del expected["time/score_lag_s"]  # of samples of this process
     assert store.metrics(new) == expected | {"buffer/bytes": expected["buffer/bytes"] - unpaired}
     assert new.in_flight() == old.in_flight() and list(new.in_flight()) == [2, 4]
     assert new.next_step == 0
