@@ -295,7 +295,7 @@ def _pages(pages: int | str, *words: str) -> Words:
         "blocks": "null",
         "blocks_by_length": f"[{', '.join([str(pages)] * 4)}]",
         "length_step": 32,
-        "sparse_prompt": "false",
+        "prompt": "dense",
     }
     given = ", ".join(f"{key}: {value}" for key, value in rule.items())
     return (f"actor.sparse.sparse={{{given}}}", *words)

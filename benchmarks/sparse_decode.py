@@ -60,7 +60,7 @@ def measure(
     selection: list[float] = []
     extra: dict[str, Any] = {}
     if kind == "sparse":
-        sparse_cpu.install(SparseSpec(blocks=blocks, sparse_prompt=False))
+        sparse_cpu.install(SparseSpec(blocks=blocks, prompt="dense"))
         extra["block_size"] = 16
         timed(SparseCPUImpl, "_select", selection)
     timed(SparseCPUImpl if kind == "sparse" else CPUAttentionBackendImpl, "forward", attention)

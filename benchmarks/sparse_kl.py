@@ -2,13 +2,13 @@
 after some steps of DistillSparse.
 
     python benchmarks/sparse_kl.py --model FOLDER --data FILE [--contexts 1024 2048] [--blocks 16]
-                                   [--steps 4]
+                                   [--steps 4] [--prompt dense|block|sparse]
 
 Prompts are solved problems of a data file of questions and answers (GSM8K's train.jsonl) up to a
 length, and one more question. A real sparse engine answers them; the dense policy scores the same
 tokens, both over the whole vocabulary. Then the learner trains adapters beside the policy on the
 actor's own samples at the first length (`learner.distill`), the engine takes theta + phi, and the
-prompts are answered again. Prompts are attended to densely, responses by the budget.
+prompts are answered again. Responses are attended to by the budget, prompts as `--prompt` says.
 `sparse_decode.py --model` has the seconds.
 """
 
@@ -83,6 +83,11 @@ def learner(model: str, rule: SparseSpec, args: argparse.Namespace) -> Any:
     return LearnerRank(job, RankPlace(0, 1, "127.0.0.1", 0, timeout_s=600))
 
 
+def rule_of(args: argparse.Namespace) -> SparseSpec:
+    own = {"prompt_block": args.prompt_block} if args.prompt == "block" else {}
+    return SparseSpec(blocks=args.blocks, prompt=args.prompt, **own)
+
+
 def by_group(done: Sequence[Trajectory], prompts: Prompts) -> list[Any]:
     """The groups of a step."""
     ids = sorted({t.group_id for t in done})
@@ -92,7 +97,7 @@ def by_group(done: Sequence[Trajectory], prompts: Prompts) -> list[Any]:
 
 def cotrained(engine: Any, prompts: Prompts, policy: Any, args: argparse.Namespace) -> Any:
     """Alternate samples of the engine and steps of the learner; the dense policy after them."""
-    rank = learner(args.model, SparseSpec(blocks=args.blocks, sparse_prompt=False), args)
+    rank = learner(args.model, rule_of(args), args)
     for step in range(args.steps):
         begun = time.perf_counter()
         first = FIRST + step * args.train_groups
@@ -122,6 +127,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="JSONL of questions and answers")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--blocks", type=int, default=16, help="budget, in pages of 16 tokens")
+    parser.add_argument("--prompt", choices=["dense", "block", "sparse"], default="dense")
+    parser.add_argument("--prompt-block", type=int, default=128, help="positions, with block")
     parser.add_argument("--groups", type=int, default=4, help="prompts of each length")
     parser.add_argument("--samples", type=int, default=2, help="responses to a prompt")
     parser.add_argument("--tokens", type=int, default=32, help="length limit of a response")
@@ -133,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     task, policy = Gsm8k(train_path=str(args.data)), policy_of(args.model)
     sets = {n: FewShot(args.model, task, n) for n in args.contexts}
-    rule = SparseSpec(blocks=args.blocks, sparse_prompt=False)
+    rule = rule_of(args)
     actor = ActorSpec(kind="sparse", sparse=rule, kv_cache_gib=1.5, max_num_seqs=16)
     longest = max(args.contexts) + args.tokens + 64
     engine = start(args.model, actor, int(policy.config.vocab_size), longest)
@@ -144,9 +151,8 @@ def main() -> None:
             shape = (args.samples, args.tokens)
             found, _ = draw(engine, range(args.groups), prompts, policy, shape=shape)
             pages = -(-length // rule.block_size)
-            rows.append(
-                agreement(f"{length} tokens, {args.blocks} of {pages} pages, {what}", found)
-            )
+            budget = f"{args.blocks} of {pages} pages, {args.prompt} prompts"
+            rows.append(agreement(f"{length} tokens, {budget}, {what}", found))
             print(rows[-1], flush=True)
 
     compared("training-free", policy)

@@ -37,6 +37,8 @@ bf16, sparse, fp8, fp8 + fp8 kv
          by its rule; FP8: on dequantised weights, activations, keys and values), then decoded
          tokens per second at 4K, 8K and 16K of context; bf16 also at batches 16, 64 and 256,
          seeded or not
+sparse block
+         the rows of `sparse` with prompts that choose their pages by blocks
 update   FP8 weights changed in place against a fresh engine and a dequantised reference
 experts  a small mixture of experts: log-probs against the learner's, whose routers choose or replay
          what the engine chose; an update in place by checksums and against a fresh engine
@@ -152,6 +154,7 @@ PARTS = (
     Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("offload", 160, 30, ("torch", "transformers", "deepspeed", "peft")),
     Part("tree", 40, 15, ("torch", "transformers")),
+    Part("sparse block", 260, 50),
     Part("pair", 500, 60, ("torch", "vllm", "ray", "hydra", "deepspeed"), gpus=2),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),

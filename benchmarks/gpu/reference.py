@@ -33,7 +33,7 @@ class Reference:
         attention = register_varlen() if self._varlen else register()
         if kind == "fp8 + fp8 kv":
             attention = _register_plain("fp8_kv", _e4m3)
-        elif precise and kind != "sparse":
+        elif precise and not kind.startswith("sparse"):
             attention = _register_plain("float32", torch.Tensor.float)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model or s.model,
@@ -65,8 +65,8 @@ class Reference:
         from rlcore.attention.implementation import SparseRows
         from rlcore.attention.varlen import Sequences
 
-        if self._kind == "sparse":
-            return {"sparse_rows": SparseRows(self._s.rule, [prompt])}
+        if self._kind.startswith("sparse"):
+            return {"sparse_rows": SparseRows(self._s.rule_of(self._kind), [prompt])}
         return {"sequences": Sequences.of(places)} if self._varlen else {}
 
     def gaps(self, samples: list[Any]) -> Row:

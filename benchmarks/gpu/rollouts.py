@@ -36,7 +36,7 @@ def engine(
     fp8: Row = {"kind": "fp8", "rounding": "fp8" if s.small else "none"}  # emulated on CPU
     options: dict[str, Row] = {
         "bf16": {},
-        "sparse": {"kind": "sparse", "sparse": s.rule},
+        **{k: {"kind": "sparse", "sparse": s.rule_of(k)} for k in ("sparse", "sparse block")},
         "fp8": fp8,
         "fp8 + fp8 kv": fp8 | {"fp8_kv_cache": True},
     }

@@ -82,6 +82,14 @@ class Setting:
         """Block top-k with a budget smaller than every context."""
         return SparseSpec(blocks=3 if self.small else 32)
 
+    def rule_of(self, kind: str) -> SparseSpec:
+        """The rule of a kind of sparse actor."""
+        if kind != "sparse block":
+            return self.rule
+        return SparseSpec(
+            blocks=self.rule.blocks, prompt="block", prompt_block=32 if self.small else 128
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         import torch

@@ -20,19 +20,19 @@ Attend = Callable[[Any, Any, Any], Any]
 
 def flex(s: Setting, shape: dict[str, int]) -> None:
     """One layer, forward and backward: against masked SDPA by the same rule on two packed sequences
-    with dense and sparse prompts, then milliseconds and memory at every context."""
+    with sparse, block and dense prompts, then milliseconds and memory at every context."""
     from rlcore.attention.implementation import SparseRows, attend_rows, attend_rows_by_blocks
     from rlcore.attention.specs import SparseSpec
 
-    for sparse_prompt in (True, False):
-        rule = SparseSpec(blocks=s.rule.blocks, sparse_prompt=sparse_prompt)
+    for prompt in ("sparse", "block", "dense"):
+        rule = SparseSpec(blocks=s.rule.blocks, prompt=prompt)
         rows = SparseRows(rule, [700, 300], [0, 2500, 4000])
         q, k, v = tensors(s, shape, 4000)
         begun = time.monotonic()
         got = outputs(lambda *x, r=rows: attend_rows_by_blocks(*x, r), q, k, v)
         seconds = time.monotonic() - begun
         want = outputs(lambda *x, r=rows: attend_rows(*x, r), q, k, v)
-        row = {"sparse_prompt": sparse_prompt, **gaps(got, want), "first call s": seconds}
+        row = {"prompt": prompt, **gaps(got, want), "first call s": seconds}
         s.add("flex", row)
     for context, sequences in [(c, 1) for c in s.contexts] + [(s.contexts[-1], MANY)]:
         row = {"context": context, "sequences": sequences}

@@ -8,6 +8,11 @@ query at position t sees the causal part of `budget` pages out of its `t // bloc
 - the pages with the highest scores among the others: the dot product of the page's mean key with
 the mean query of the KV head's query group. Equal scores go to the older page.
 
+With `prompt=block` the positions of a prompt choose together, `prompt_block` at a time: the first
+of them selects pages as above, and the others attend to these pages and to the ones from the first
+position's own page to theirs. The first, not a mean: its choice depends on nothing that follows, so
+that a shared or cached prefix serves every continuation.
+
 Only complete pages are ever scored: every page before the query's own is complete, and the own page
 is kept without a score. So a page's summary is computed once, from its `block_size` keys, and
 chunking, batching and preemption cannot change it.
@@ -68,6 +73,27 @@ def group_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return tree_sum(groups, -2) / groups.shape[-2]
 
 
+def first_page(rule: SparseSpec, pages: torch.Tensor) -> torch.Tensor:
+    """The page with which the block of positions begins of a query that sees `pages` pages: any
+    shape, int64."""
+    together = rule.prompt_block // rule.block_size
+    return (pages - 1) // together * together
+
+
+def choosing_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`group_queries` of the first positions of blocks, rounded to the queries' dtype: an engine
+    keeps them in that dtype, for positions that a later step computes."""
+    return group_queries(query, kv_heads).to(query.dtype).float()
+
+
+def with_own_block(scores: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Scores [..., N] of a block's first query, those from page `first` [...] on beyond all others;
+    a negative `first` leaves them."""
+    page = torch.arange(scores.shape[-1], device=scores.device)
+    first = first.unsqueeze(-1)
+    return scores.masked_fill((page >= first) & (first >= 0), torch.inf)
+
+
 def select_pages(
     scores: torch.Tensor, pages: torch.Tensor, budget: torch.Tensor, width: int
 ) -> torch.Tensor:
@@ -118,20 +144,56 @@ class DenseSpans:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """Rows of several tokens that attend to the same pages: n rows of Ns tokens.
+
+    Example, three tokens of a prompt that choose together, then one of a response: bounds [0, 3,
+    4], first [8, -1], chooses [0]
+    """
+
+    bounds: torch.Tensor  # [n+1] int64, where the tokens of each row begin and end
+    first: torch.Tensor  # [n] int64, the page with which each row's block begins; -1: no block
+    chooses: torch.Tensor  # [m] int64, rows that begin with the first position of their block
+    longest: int
+
+    def queries(
+        self, query: torch.Tensor, kept: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        """The queries that choose for each row, those of this step's first positions kept.
+
+        query [Ns, H, D]; kept [blocks, kv_heads, D], written in place; blocks [n] int64, the
+        physical page of each row's `first` -> [n, kv_heads, D] float32.
+        """
+        own, heads = query.index_select(0, self.bounds[:-1]), kept.shape[1]
+        chosen = choosing_queries(own[self.chooses], heads)
+        kept[blocks[self.chooses]] = chosen.to(kept.dtype)
+        inside = (self.first >= 0)[:, None, None]
+        return torch.where(inside, kept[blocks].float(), group_queries(own, heads))
+
+    def by_head(self, heads: int) -> torch.Tensor:
+        """[Ns * heads] int64: the places of (token, head) in the order of row, head, token."""
+        lengths = self.bounds.diff().repeat_interleave(heads)
+        row, token = _ragged(torch.zeros_like(lengths), lengths)
+        return (self.bounds[row // heads] + token) * heads + row % heads
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """Tokens that attend by the rule, one row each: Ns tokens, ascending, those of a request
-    adjacent."""
+    """Tokens that attend by the rule, ascending, those of a request adjacent: Ns tokens in n rows,
+    one each unless some choose together."""
 
     tokens: torch.Tensor | None  # [Ns] int64; None: all tokens of the step
-    requests: torch.Tensor  # [Ns] int64
-    pages: torch.Tensor  # [Ns] int64, pages seen, own included
-    budget: torch.Tensor  # [Ns] int64
-    # [Ns] int32, keys that remain: budget - 1 complete pages and the visible part of the own one
+    requests: torch.Tensor  # [n] int64
+    pages: torch.Tensor  # [n] int64, pages seen by the row's last token, own included
+    budget: torch.Tensor  # [n] int64
+    # [n] int32, keys that remain for the row's last token: budget - 1 complete pages and the
+    # visible part of the own one. Those before it see one less each.
     kept_len: torch.Tensor
     # (request, first row, end row, most pages) for each request with rows
     spans: list[tuple[int, int, int, int]]
     max_pages: int
     width: int  # largest budget
+    together: Together | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +219,8 @@ def plan_step(
     query_start [R+1], seq_lens [R] on the CPU: as the engine gives them, mixed prefill and decode.
     prompt_lens [R]: the prompts' true lengths, since a position may be computed again after a
     preemption or a weight update. rules [R]: `rule` with the budgets of each request, where these
-    have their own. Raises RuntimeError where the rule leaves prompts dense and they
-    are missing.
+    have their own. Raises RuntimeError where the rule treats prompts otherwise and prompt_lens is
+    missing.
     """
     start = query_start.long()
     seq = seq_lens.long()
@@ -166,22 +228,28 @@ def plan_step(
     computed = seq - count
     its_rules = [rule] * len(seq) if rules is None else rules
     dense_until = torch.tensor([r.dense_positions for r in its_rules], dtype=torch.int64)
-    if not rule.sparse_prompt:
+    if rule.needs_prompts:
         if prompt_lens is None:
-            raise RuntimeError("sparse_prompt=false needs every request's prompt length")
-        dense_until = torch.maximum(dense_until, prompt_lens.long())
+            raise RuntimeError(f"prompt={rule.prompt} needs every request's prompt length")
+        prompts = prompt_lens.long()
+        if rule.prompt == "block":  # whose first position sees everything, so do the others
+            size = rule.prompt_block
+            prompts = torch.minimum(prompts, (dense_until + size - 1) // size * size)
+        dense_until = torch.maximum(dense_until, prompts)
     dense_count = torch.minimum((dense_until - computed).clamp(min=0), count)
     bs = rule.block_size
     done = _ragged(computed // bs, seq // bs - computed // bs)
     dense = _dense_spans(start, computed, count, dense_count)
-    return StepPlan(dense, _sparse_rows(its_rules, start, computed, count, dense_count), *done)
+    until = prompt_lens.long() if rule.prompt == "block" and prompt_lens is not None else None
+    sparse = _sparse_rows(its_rules, start, computed, count, dense_count, until)
+    return StepPlan(dense, sparse, *done)
 
 
 def _ragged(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(row, value) of the ranges `first[r] .. first[r] + count[r] - 1`, one after another."""
-    rows = torch.repeat_interleave(torch.arange(len(count)), count)
+    rows = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
     before = torch.cumsum(count, 0) - count
-    return rows, torch.arange(len(rows)) - before[rows] + first[rows]
+    return rows, torch.arange(len(rows), device=count.device) - before[rows] + first[rows]
 
 
 def _dense_spans(
@@ -204,24 +272,35 @@ def _sparse_rows(
     computed: torch.Tensor,
     count: torch.Tensor,
     dense_count: torch.Tensor,
+    until: torch.Tensor | None,
 ) -> PlannedRows | None:
-    rows = count - dense_count
-    if not int(rows.sum()):
+    """`until` [R]: positions below it choose by blocks; None: none does."""
+    sparse = count - dense_count
+    if not int(sparse.sum()):
         return None
-    requests, tokens = _ragged(start[:-1] + dense_count, rows)
+    requests, tokens = _ragged(start[:-1] + dense_count, sparse)
     position = tokens - start[requests] + computed[requests]
     size = rules[0].block_size
     pages = position // size + 1
+    together, first = None, None
+    if until is not None and bool((position < until[requests]).any()):
+        first = torch.where(position < until[requests], first_page(rules[0], pages), -1)
+        together = _together(requests, position, first, size)
+        last = together.bounds[1:] - 1
+        requests, position, pages, first = (x[last] for x in (requests, position, pages, first))
     budget = page_budgets(rules, requests, pages)
+    if first is not None:
+        led = page_budgets(rules, requests, first.clamp(min=0) + 1) + pages - 1 - first
+        budget = torch.where(first < 0, budget, led)
     kept = (budget - 1) * size + position % size + 1
-    end = torch.cumsum(rows, 0).tolist()
+    each = torch.bincount(requests, minlength=len(count))
+    end = torch.cumsum(each, 0).tolist()
     last_pages = ((computed + count - 1) // size + 1).tolist()
     spans = [
-        (r, e - n, e, p) for r, (n, e, p) in enumerate(zip(rows.tolist(), end, last_pages)) if n
+        (r, e - n, e, p) for r, (n, e, p) in enumerate(zip(each.tolist(), end, last_pages)) if n
     ]
-    whole = not int(dense_count.sum())
     return PlannedRows(
-        None if whole else tokens,
+        tokens if int(dense_count.sum()) else None,
         requests,
         pages,
         budget,
@@ -229,7 +308,21 @@ def _sparse_rows(
         spans,
         int(pages.max()),
         int(budget.max()),
+        together,
     )
+
+
+def _together(
+    requests: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int
+) -> Together:
+    """Rows of tokens [Ns] that have a request and the first page [Ns] of a block in common."""
+    begins = first < 0
+    begins[1:] |= (requests[1:] != requests[:-1]) | (first[1:] != first[:-1])
+    begins[0] = True
+    at = begins.nonzero()[:, 0]
+    bounds = torch.cat([at, at.new_tensor([len(first)])])
+    chooses = (position[at] == first[at] * size).nonzero()[:, 0]
+    return Together(bounds, first[at], chooses, int(bounds.diff().max()))
 
 
 def page_budgets(

@@ -28,12 +28,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from rlcore.attention.block_topk import (
+    choosing_queries,
+    first_page,
     group_queries,
     page_budget,
     page_budgets,
     page_mask,
     page_summaries,
     select_pages,
+    with_own_block,
 )
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import no_mask
@@ -50,20 +53,65 @@ def summaries_of(key: Tensor, block_size: int) -> Tensor:
 
 
 @torch.no_grad()
+def choosing_of(query: Tensor, rule: SparseSpec, kv_heads: int) -> Tensor:
+    """The queries that choose for blocks of a prompt's positions: query [B, H, T, D] of whole rows
+    -> [B, Hk, blocks, D]."""
+    first = query[:, :, :: rule.prompt_block].transpose(1, 2)
+    return choosing_queries(first, kv_heads).transpose(1, 2)
+
+
+@torch.no_grad()
 def pages_seen(
-    query: Tensor, summaries: Tensor, rule: SparseSpec, start: int, dense_until: Tensor | None
+    query: Tensor,
+    summaries: Tensor,
+    rule: SparseSpec,
+    start: int,
+    prompts: Tensor | None,
+    choosing: Tensor | None = None,
 ) -> Tensor:
     """Return the pages that the queries at positions `start ..` see.
 
-    query [B, H, C, D], `dense_until` [B] or None -> [B, Hk, C, n] bool, n the pages before the last
+    query [B, H, C, D], `prompts` [B], lengths where the rule treats prompts otherwise, `choosing`
+    of `choosing_of` where it does so by blocks -> [B, Hk, C, n] bool, n the pages before the last
     query's end. Pages beyond a query's own may be among those of a dense query.
     """
     end = start + query.shape[2]
     position = torch.arange(start, end, device=query.device)
-    seen = _pages_by(query, summaries, rule, position, end)
-    if dense_until is not None:
-        seen = seen | (position < dense_until[:, None])[:, None, :, None]
+    blocks, inside = None, None
+    if prompts is not None:
+        inside = position < prompts[:, None]
+    if inside is not None and choosing is not None:
+        first = first_page(rule, position // rule.block_size + 1)
+        budget = page_budget(rule, first + 1) + position // rule.block_size - first
+        asked = choosing[:, :, position // rule.prompt_block]
+        blocks = _Blocks(inside, first, budget, asked)
+    seen = _pages_by(query, summaries, rule, position, end, blocks)
+    if inside is not None and rule.prompt == "dense":
+        seen = seen | inside[:, None, :, None]
     return seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Queries C of prompts that choose by blocks, among others."""
+
+    inside: Tensor  # [B, C] bool, of a prompt
+    first: Tensor  # [C] int64, the page with which each one's block begins
+    budget: Tensor  # [C] int64, pages kept where `inside`
+    choosing: Tensor  # [B, Hk, C, D] float32, the query that chooses for each
+
+    def asked(self, own: Tensor) -> Tensor:
+        """own [B, Hk, C, D]: the queries as they are."""
+        return torch.where(self.inside[:, None, :, None], self.choosing, own)
+
+    def scored(self, scores: Tensor) -> Tensor:
+        """scores [B, Hk, C, N], with the pages of each one's own block beyond all others."""
+        return with_own_block(scores, torch.where(self.inside, self.first, -1)[:, None])
+
+    def budgets(self, own: Tensor) -> Tensor:
+        """own [C] -> [C], or [B, 1, C] where rows differ."""
+        found = torch.where(self.inside, self.budget, own)
+        return found[0] if len(found) == 1 else found[:, None]
 
 
 @torch.no_grad()
@@ -83,24 +131,34 @@ def seen_from(
 
 
 def _pages_by(
-    query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, end: int
+    query: Tensor,
+    summaries: Tensor,
+    rule: SparseSpec,
+    position: Tensor,
+    end: int,
+    blocks: _Blocks | None = None,
 ) -> Tensor:
     """The rule alone: position [C], or [B, 1, C] where rows differ -> [B, Hk, C, n] bool, n the
     pages before `end`."""
     kv_heads, bs = summaries.shape[1], rule.block_size
     n, pages = (end - 1) // bs + 1, position // bs + 1
     mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
+    mean_query = mean_query if blocks is None else blocks.asked(mean_query)
     # an incomplete last page is the own page of whoever sees it, and needs no score
     scores = mean_query.new_zeros(*mean_query.shape[:3], n)
     complete = min(n, summaries.shape[2])
     scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
-    return _kept(scores, pages, page_budget(rule, pages), rule.max_budget(n))
+    budget, most = page_budget(rule, pages), rule.max_budget(n)
+    if blocks is None:
+        return _kept(scores, pages, budget, most)
+    most += rule.prompt_block // bs - 1
+    return _kept(blocks.scored(scores), pages, blocks.budgets(budget), most)
 
 
 def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:
     """The rule's pages as a mask: on GPUs by a kernel that needs no sorting, where all rows have
     the same positions."""
-    if scores.is_cuda and pages.dim() == 1:
+    if scores.is_cuda and pages.dim() == budget.dim() == 1:
         from rlcore.attention.kept_pages_gpu import kept_mask  # Triton, which CPUs may lack
 
         return kept_mask(scores, pages, budget)
@@ -138,16 +196,16 @@ def attend_blocks(
     value: Tensor,
     rules: Sequence[SparseSpec],
     bounds: Sequence[int],
-    dense_until: Tensor | None,
+    prompts: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
     """Causal block top-k attention, differentiable on GPUs.
 
     query [B, H, T, D], key and value [B, Hk, T, D] -> [B, H, T, D]. bounds: where the sequences of
-    every row begin and end, [0, T] for padded rows; rules: that of each of them; dense_until [B,
-    sequences]: positions below it see everything before them.
+    every row begin and end, [0, T] for padded rows; rules: that of each of them; prompts [B,
+    sequences]: their lengths, where the rules treat prompts otherwise.
     """
-    mask = make_block_mask(query, key, rules, bounds, dense_until)
+    mask = make_block_mask(query, key, rules, bounds, prompts)
     out = flex_kernel(query.device.type)(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
     )
@@ -167,14 +225,14 @@ def make_block_mask(
     key: Tensor,
     rules: Sequence[SparseSpec],
     bounds: Sequence[int],
-    dense_until: Tensor | None,
+    prompts: Tensor | None,
 ) -> BlockMask:
     """Build the rule's selection as a mask for FlexAttention; the arguments are those of
     `attend_blocks`."""
     b, heads, t, _ = query.shape
     kv_heads, count = key.shape[1], -(-t // BLOCK)
     pages = _pages_of(tuple(bounds), tuple(rules), query.device)
-    seen = _seen_pages(query, key, pages, dense_until, count * BLOCK)
+    seen = _seen_pages(query, key, pages, rules[0], prompts, count * BLOCK)
     of_block = seen.unflatten(2, (count, BLOCK)).any(3).int()
     blocks = of_block.new_zeros(b, kv_heads, count, count)
     for tokens in pages.marks:  # a page may reach into further blocks
@@ -206,6 +264,8 @@ class _PageLayout:
     sequence: Tensor  # [T] int64
     position: Tensor  # [T] int64, within the sequence
     budget: Tensor  # [T] int64, pages that a token's query keeps
+    block: Tensor  # [T] int64, the page of its sequence with which a token's block begins
+    block_budget: Tensor  # [T] int64, pages that its query keeps where it chooses by blocks
     marks: list[Tensor]  # each [P]: a token of every page, of each block that it may reach into
 
     def of_chunk(self, start: int, end: int) -> tuple[int, int, int]:
@@ -236,6 +296,9 @@ def _pages_of(
     position = torch.arange(len(sequence)) - starts[sequence]
     last = (starts + lengths)[of_page] - 1
     offsets = (*range(0, size, BLOCK), size - 1)
+    seen = position // size + 1
+    block = first_page(rules[0], seen)
+    of_block = page_budgets(rules, sequence, block + 1) + seen - 1 - block
     return _PageLayout(
         size,
         bounds,
@@ -243,16 +306,24 @@ def _pages_of(
         first[sequence].to(device),
         sequence.to(device),
         position.to(device),
-        page_budgets(rules, sequence, position // size + 1).to(device),
+        page_budgets(rules, sequence, seen).to(device),
+        block.to(device),
+        of_block.to(device),
         [torch.minimum(begin + offset, last).to(device) for offset in offsets],
     )
 
 
 def _seen_pages(
-    query: Tensor, key: Tensor, pages: _PageLayout, dense_until: Tensor | None, rows: int
+    query: Tensor,
+    key: Tensor,
+    pages: _PageLayout,
+    rule: SparseSpec,
+    prompts: Tensor | None,
+    rows: int,
 ) -> Tensor:
     """[B, Hk, rows, P] bool: the pages that each query sees, in as many steps for many sequences as
-    for one. `rows`: at least T; those beyond see nothing."""
+    for one. `rule`: how all sequences treat prompts; `rows`: at least T; those beyond see nothing.
+    """
     b, kv_heads, size, device = query.shape[0], key.shape[1], pages.size, query.device
     total, t = len(pages.begin), query.shape[2]
     # what an incomplete page takes from its neighbour is never read: it is its queries' own
@@ -264,15 +335,25 @@ def _seen_pages(
         z = min(t, a + FLEX_QUERY_CHUNK)
         low, high, most = pages.of_chunk(a, z)
         mean_query = group_queries(query[:, :, a:z].transpose(1, 2), kv_heads).transpose(1, 2)
-        scores = mean_query @ summaries[:, :, low:high].transpose(-1, -2)
         column, position = torch.arange(most, device=device), pages.position[a:z]
+        inside = None if prompts is None else position < prompts[:, pages.sequence[a:z]]  # [B, C]
+        blocks = None
+        if inside is not None and rule.prompt == "block":
+            chooses = torch.arange(a, z, device=device) - position % rule.prompt_block
+            asked = choosing_queries(query[:, :, chooses].transpose(1, 2), kv_heads)
+            own_block = (pages.block[a:z], pages.block_budget[a:z])
+            blocks = _Blocks(inside, *own_block, asked.transpose(1, 2))
+            mean_query = blocks.asked(mean_query)
+        scores = mean_query @ summaries[:, :, low:high].transpose(-1, -2)
         at = pages.first[a:z, None] + column  # [C, most]: pages of the query's own sequence
         own = (at - low).clamp(max=high - low - 1).expand(*scores.shape[:2], -1, -1)
         visible = position // size + 1
-        kept = _kept(scores.gather(3, own), visible, pages.budget[a:z], most)
-        if dense_until is not None:
-            dense = position < dense_until[:, pages.sequence[a:z]]  # [B, C]
-            kept = kept | dense[:, None, :, None]
+        found, budget = scores.gather(3, own), pages.budget[a:z]
+        if blocks is not None:
+            found, budget = blocks.scored(found), blocks.budgets(budget)
+        kept = _kept(found, visible, budget, most)
+        if inside is not None and rule.prompt == "dense":
+            kept = kept | inside[:, None, :, None]
         there = column < visible[:, None]
         seen[:, :, a:z].scatter_(3, at.where(there, total).expand_as(kept), kept & there)
     return seen[..., :total]
@@ -307,10 +388,10 @@ class SparseRows:
     """How to interpret the rows of one forward.
 
     Rows start at position 0 in column 0 and are right-padded, or one row holds several packed
-    sequences. prompt_lens: prompt tokens of each sequence, in order; required when
-    `rule.sparse_prompt` is False. cu_seqlens: for one packed row, the S+1 boundaries of its S
+    sequences. prompt_lens: prompt tokens of each sequence, in order; required unless `rule.prompt`
+    is sparse. cu_seqlens: for one packed row, the S+1 boundaries of its S
     sequences, from 0 to the row's length; None for right-padded rows. rules: that of each sequence,
-    in order, with the page size and `sparse_prompt` of `rule`; None: `rule` for all.
+    in order, with the page size of `rule` and its settings of prompts; None: `rule` for all.
 
     Example, two sequences of 5 and 3 tokens packed: SparseRows(rule, cu_seqlens=[0, 5, 8])
     """
@@ -326,8 +407,8 @@ class SparseRows:
         return SparseRows(self.rule if self.rules is None else self.rules[i], prompt)
 
     def __post_init__(self) -> None:
-        if not self.rule.sparse_prompt and self.prompt_lens is None:
-            raise ValueError("sparse_prompt=false needs the prompt lengths of the rows")
+        if self.rule.needs_prompts and self.prompt_lens is None:
+            raise ValueError(f"prompt={self.rule.prompt} needs the prompt lengths of the rows")
 
 
 def register(dense: str = "sdpa") -> str:
@@ -410,7 +491,7 @@ def attend_rows_by_blocks(
         return torch.cat(own)
     shape = (query.shape[0], len(bounds) - 1)
     until = None
-    if not rows.rule.sparse_prompt:
+    if rows.rule.needs_prompts:
         prompts = rows.prompt_lens
         if prompts is None or len(prompts) != shape[0] * shape[1]:
             raise ValueError(f"{shape[0] * shape[1]} sequences need as many prompt lengths")
@@ -438,16 +519,17 @@ def _attend(
 ) -> Tensor:
     """Rows that all start in column 0, in chunks of queries so that masks stay small."""
     rule, t = rows.rule, query.shape[2]
-    dense_end, dense_until = _dense_prefix(rows, query.shape[0], t, query.device)
+    dense_end, prompts = _dense_prefix(rows, query.shape[0], t, query.device)
     parts = []
     if dense_end:
         q, k, v = (x[:, :, :dense_end] for x in (query, key, value))
         parts.append(attend_groups(q, k, v, None, scaling))
     summaries = summaries_of(key, rule.block_size)
+    choosing = choosing_of(query, rule, key.shape[1]) if rule.prompt == "block" else None
     for a in range(dense_end, t, QUERY_CHUNK):
         z = min(t, a + QUERY_CHUNK)
         q, k, v = query[:, :, a:z], key[:, :, :z], value[:, :, :z]
-        pages = pages_seen(q, summaries, rule, a, dense_until)
+        pages = pages_seen(q, summaries, rule, a, prompts, choosing)
         parts.append(attend_groups(q, k, v, tokens_seen(pages, rule.block_size, a), scaling))
     return torch.cat(parts, dim=2)
 
@@ -477,12 +559,13 @@ def attend_groups(
 def _dense_prefix(
     rows: SparseRows, b: int, t: int, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """Columns that attend densely in every row; each row's prompt length [b] where prompts do."""
+    """Columns that attend densely in every row; each row's prompt length [b] where prompts differ
+    from what follows them."""
     end = min(t, rows.rule.dense_positions)
-    if rows.rule.sparse_prompt:
+    if not rows.rule.needs_prompts:
         return end, None
     prompts = rows.prompt_lens
     if prompts is None or len(prompts) != b:
         raise ValueError(f"{b} rows need as many prompt lengths, not {prompts}")
     until = torch.as_tensor(list(prompts), device=device)
-    return min(t, max(end, min(prompts))), until
+    return min(t, max(end, min(prompts))) if rows.rule.prompt == "dense" else end, until

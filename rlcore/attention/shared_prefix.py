@@ -116,9 +116,9 @@ class SharedRows:
 
     def by(self, rule: SparseSpec) -> SharedRows:
         """For a sparse forward, which makes its masks in every layer."""
-        if not rule.sparse_prompt:
+        if rule.needs_prompts:
             raise ValueError(
-                "sparse_prompt=false: a node does not say where its sequence's prompt ends"
+                f"prompt={rule.prompt}: a node does not say where its sequence's prompt ends"
             )
         return replace(self, rule=rule)
 

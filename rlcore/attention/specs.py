@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import PageRule
@@ -29,6 +29,11 @@ class SparseSpec(Spec):
             lambda spec: spec.blocks_by_length is None,
             "blocks_by_length is null: the budget does not go by position",
         ),
+        Unread(
+            ("prompt_block",),
+            lambda spec: spec.prompt != "block",
+            "prompt is not block: no positions choose together",
+        ),
     )
 
     block_size: int = setting(16, "size of a page", unit="tokens", gt=0)
@@ -48,7 +53,18 @@ class SparseSpec(Spec):
     length_step: int = setting(
         1024, "positions that share an entry of blocks_by_length", unit="tokens", gt=0
     )
-    sparse_prompt: bool = setting(True, "false: prompt positions attend densely")
+    prompt: Literal["sparse", "block", "dense"] = setting(
+        "sparse",
+        "sparse: prompt positions choose their pages as those of responses do; block: the first of "
+        "each prompt_block positions chooses for them all; dense: they attend to all before them",
+    )
+    prompt_block: int = setting(
+        128,
+        "positions that choose together, a multiple of block_size",
+        unit="tokens",
+        gt=0,
+        le=4096,
+    )
 
     def check(self, key: str) -> None:
         given = [self.blocks, self.share, self.blocks_by_length]
@@ -57,6 +73,11 @@ class SparseSpec(Spec):
             f"{key}.blocks={self.blocks}, {key}.share={self.share} and {key}.blocks_by_length="
             f"{_shown(self.blocks_by_length)}: give exactly one of them, the budget in pages, as a "
             "share of the context or in pages by position.",
+        )
+        refuse(
+            self.prompt == "block" and self.prompt_block % self.block_size != 0,
+            f"{key}.prompt_block={self.prompt_block} must be a multiple of {key}.block_size="
+            f"{self.block_size}, so that positions that choose together begin with a page.",
         )
         if self.blocks_by_length is None:
             return
@@ -71,6 +92,11 @@ class SparseSpec(Spec):
             f"{key}.length_step={self.length_step} must be a multiple of {key}.block_size="
             f"{self.block_size}, so that a page has one budget.",
         )
+
+    @property
+    def needs_prompts(self) -> bool:
+        """True if the pages of a position depend on where the prompt of its sequence ends."""
+        return self.prompt != "sparse"
 
     @property
     def page_share(self) -> float:

@@ -269,7 +269,11 @@ def _described(actor: ActorSpec) -> str:
     if actor.kind == "fp8":
         return f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales})"
     if sparse is not None:
-        prompts = "" if sparse.sparse_prompt else ", prompts dense"
+        prompts = {
+            "sparse": "",
+            "block": f", prompts by blocks of {sparse.prompt_block}",
+            "dense": ", prompts dense",
+        }[sparse.prompt]
         size = sparse.block_size
         return f"block top-k attention, {_budget(sparse)} of {size} tokens{prompts}, {dtype}"
     if actor.kind == "draft":

@@ -87,7 +87,10 @@ def check_attention(config: RunConfig) -> None:
     path = config.model.path
     if path is None or not (file := Path(path) / ATTENTION_FILE).is_file():
         return
-    rule = SparseSpec(**json.loads(file.read_text())["sparse"])
+    stored = json.loads(file.read_text())["sparse"]
+    if "sparse_prompt" in stored:  # folders of versions that had no prompts by blocks
+        stored["prompt"] = "sparse" if stored.pop("sparse_prompt") else "dense"
+    rule = SparseSpec(**stored)
     plain = evaluation_actor(config)
     engines = {"evaluation.dense_actor": plain} if plain else {}
     for key, engine in (engines or {f"actor.{n}": a for n, a in config.actor.items()}).items():

@@ -134,6 +134,7 @@ FORMER = {
     "keep_passes_mib": "learner.activation_cache_mib",
     "router": "learner.router_replay",
     "keep": "task.difficulty.resample_rate",
+    "sparse_prompt": "sparse.prompt",
 }
 
 

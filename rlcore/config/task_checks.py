@@ -193,10 +193,11 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
         # A rule for all positions alike is exact over turns. What is prompt differs: to the engine
         # all turns before, to the learner the first observation.
         refuse(
-            actor.sparse is not None and not actor.sparse.sparse_prompt,
-            f"{key} cannot be combined with actor.{actor_label}.sparse.sparse_prompt=false: of a "
-            "later turn, the engine would take the turns before for a dense prompt and the learner "
-            f"would not; set it to true, or {section}=none.",
+            actor.sparse is not None and actor.sparse.needs_prompts,
+            f"{key} cannot be combined with actor.{actor_label}.sparse.prompt="
+            f"{actor.sparse.prompt if actor.sparse else None}: of a later turn, the engine would "
+            "take the turns before for its prompt and the learner would not; set it to sparse, or "
+            f"{section}=none.",
         )
     _endpoint(c, section, environment)
     share = c.algorithm.overlong_share

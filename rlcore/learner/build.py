@@ -416,7 +416,7 @@ class _Models:
             and not spec.router_replay
             # positions of the tree do not say where the prompt of their sequence ends, nor by which
             # pages it was sampled
-            and (rule is None or (rule.sparse_prompt and rule.blocks_by_length is None))
+            and (rule is None or not (rule.needs_prompts or rule.blocks_by_length is not None))
         )
 
     def _follows_trees(self) -> bool:

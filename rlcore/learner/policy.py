@@ -202,7 +202,7 @@ def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
     if mb.input_ids.shape[0] == 1:
         starts = torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
         cu_seqlens = [*starts, mb.input_ids.shape[1]]
-    prompt_lens = None if rule.sparse_prompt else mb.prompt_lens.tolist()
+    prompt_lens = mb.prompt_lens.tolist() if rule.needs_prompts else None
     rules = None if mb.page_rules is None else [rule.under(own) for own in mb.page_rules]
     return SparseRows(rule, prompt_lens, cu_seqlens, rules)
 

@@ -310,7 +310,7 @@ class LearnerSpec(OptimizerSpec):
     share_prefix: Literal["auto", "off"] = setting(
         "auto",
         "auto: compute the common prefix of a group's sequences once where that is less work and "
-        "the attention allows it (whole context; CPU: sdpa, sparse_prompt=true; GPU: not sparse)",
+        "the attention allows it (whole context; CPU: sdpa, sparse.prompt=sparse; GPU: not sparse)",
     )
     attention: Literal["auto", "sdpa", "varlen", "fa4", "flash_attention_2"] = setting(
         "auto",

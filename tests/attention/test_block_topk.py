@@ -150,10 +150,10 @@ def test_the_rule_of_a_record_is_read_as_it_was_written(blocks, version):
     rule = PageRule(version, 16 * version, tuple(blocks))
     assert PageRule.of_record({PAGE_RULE: rule.array()}) == rule
     assert PageRule.of_record({}) is None
-    spec = SparseSpec(share=0.5, sparse_prompt=False)
+    spec = SparseSpec(share=0.5, prompt="dense")
     assert spec.under(None) is spec and spec.under(rule) is spec.under(rule)
     spec.under(rule).check("actor.sparse.sparse")
-    assert not spec.under(rule).sparse_prompt and spec.under(rule).blocks_by_length == rule.blocks
+    assert spec.under(rule).prompt == "dense" and spec.under(rule).blocks_by_length == rule.blocks
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rlcore.attention.implementation import (
     SparseRows,
     attend_rows,
     attend_rows_by_blocks,
+    choosing_of,
     make_block_mask,
     pages_seen,
     summaries_of,
@@ -24,12 +25,22 @@ from rlcore.attention.implementation import (
 from rlcore.attention.specs import SparseSpec
 from rlcore.types import PageRule
 
-PROMPTS_DENSE = SparseSpec(block_size=16, blocks=2, sparse_prompt=False)
+PROMPTS_DENSE = SparseSpec(block_size=16, blocks=2, prompt="dense")
+BY_BLOCKS = SparseSpec(block_size=8, blocks=3, prompt="block", prompt_block=24)
 SHAPES = {  # rows, heads, KV heads, tokens, rule, rows' description
     "padded, grouped": (2, 4, 2, 200, SparseSpec(block_size=16, blocks=3), {}),
     "one head a group": (1, 3, 3, 96, SparseSpec(block_size=8, share=0.3), {}),
     "one KV head": (2, 4, 1, 77, SparseSpec(block_size=4, blocks=4), {}),
     "dense prompts": (2, 4, 2, 150, PROMPTS_DENSE, {"prompt_lens": [70, 20]}),
+    "prompts by blocks": (2, 4, 2, 150, BY_BLOCKS, {"prompt_lens": [130, 75]}),
+    "packed, prompts by blocks": (
+        1,
+        4,
+        2,
+        310,
+        BY_BLOCKS,
+        {"cu_seqlens": [0, 5, 218, 310], "prompt_lens": [3, 150, 70]},
+    ),
     "packed": (
         1,
         4,
@@ -53,7 +64,16 @@ OWN = {
     "prompt_lens": [3, 60, 9],
     "rules": [PROMPTS_DENSE.under(PageRule(1, 32, b)) for b in ((2, 3, 4), (3,), (2, 2, 5))],
 }
+BLOCKS_OWN = [BY_BLOCKS.under(PageRule(1, 24, b)) for b in ((2, 3, 4), (3,), (2, 2, 5))]
 OWN_RULES = {
+    "packed, own rules, prompts by blocks": (
+        1,
+        4,
+        2,
+        310,
+        BY_BLOCKS,
+        {"cu_seqlens": [0, 5, 218, 310], "prompt_lens": [3, 150, 70], "rules": BLOCKS_OWN},
+    ),
     "packed, own rules": (1, 4, 2, 210, PROMPTS_DENSE, {"cu_seqlens": [0, 5, 118, 210], **OWN}),
     "padded, own rules": (3, 4, 2, 90, PROMPTS_DENSE, OWN),
 }
@@ -95,7 +115,7 @@ def test_blocks_are_left_out_where_no_query_sees_a_key(case, block, chunk, monke
     (q, k, _), rows = tensors(case)
     bounds = list(rows.cu_seqlens or [0, q.shape[2]])
     until = None
-    if not rows.rule.sparse_prompt:
+    if rows.rule.needs_prompts:
         until = torch.tensor(rows.prompt_lens).view(q.shape[0], -1)
     mask = make_block_mask(q, k, [rows.rule] * (len(bounds) - 1), bounds, until)
     seen = whole_mask(q, k, rows, bounds, until)
@@ -108,7 +128,7 @@ def test_blocks_are_left_out_where_no_query_sees_a_key(case, block, chunk, monke
     # what the backward pass reads: the same by columns
     counts = torch.zeros_like(mask.q_num_blocks) + touched.sum(2)
     assert torch.equal(mask.q_num_blocks, counts.int())
-    if rows.rule.blocks == 2 and block == 16 and rows.rule.sparse_prompt:
+    if rows.rule.blocks == 2 and block == 16 and not rows.rule.needs_prompts:
         assert touched.float().mean() < 0.4  # there is something to skip
 
 
@@ -154,8 +174,11 @@ def whole_mask(q, k, rows, bounds, until):
     seen = torch.zeros(q.shape[0], k.shape[1], q.shape[2], q.shape[2], dtype=torch.bool)
     for i, (a, z) in enumerate(pairwise(bounds)):
         summaries = summaries_of(k[:, :, a:z], rows.rule.block_size)
-        own = None if until is None else until[:, i]
-        pages = pages_seen(q[:, :, a:z], summaries, rows.rule, 0, own)
+        own, query = None if until is None else until[:, i], q[:, :, a:z]
+        choosing = None
+        if rows.rule.prompt == "block":
+            choosing = choosing_of(query, rows.rule, k.shape[1])
+        pages = pages_seen(query, summaries, rows.rule, 0, own, choosing)
         seen[:, :, a:z, a:z] = tokens_seen(pages, rows.rule.block_size, 0)
     return seen
 

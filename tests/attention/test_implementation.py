@@ -35,15 +35,23 @@ def reference(query, key, value, rule, prompt_lens=None):
         for h in range(query.shape[1]):
             kv = h // group
             for t in range(query.shape[2]):
-                own = t // bs
-                mean_query = query[b, kv * group : (kv + 1) * group, t].mean(0)
+                own, chooser = t // bs, t
+                if prompt_lens is not None and rule.prompt == "block" and t < prompt_lens[b]:
+                    chooser = t // rule.prompt_block * rule.prompt_block
+                after = set(range(chooser // bs, own + 1))
+                own = chooser // bs
+                mean_query = query[b, kv * group : (kv + 1) * group, chooser].mean(0)
                 budget = int(page_budget(rule, torch.tensor(own + 1)))
                 score = {
                     j: float(mean_query @ key[b, kv, j * bs : (j + 1) * bs].mean(0))
                     for j in range(1, own)
                 }
-                kept = {0, own, *sorted(score, key=lambda j: (-score[j], j))[: max(0, budget - 2)]}
-                dense = prompt_lens is not None and not rule.sparse_prompt and t < prompt_lens[b]
+                kept = {
+                    0,
+                    *after,
+                    *sorted(score, key=lambda j: (-score[j], j))[: max(0, budget - 2)],
+                }
+                dense = prompt_lens is not None and rule.prompt == "dense" and t < prompt_lens[b]
                 seen = [s for s in range(t + 1) if dense or s // bs in kept]
                 p = torch.softmax(key[b, kv, seen] @ query[b, h, t] / math.sqrt(query.shape[-1]), 0)
                 out[b, h, t] = p @ value[b, kv, seen]
@@ -55,7 +63,10 @@ def reference(query, key, value, rule, prompt_lens=None):
     [
         SPARSE,
         SparseSpec(block_size=4, share=0.4),
-        SparseSpec(block_size=4, blocks=2, sparse_prompt=False),
+        SparseSpec(block_size=4, blocks=2, prompt="dense"),
+        SparseSpec(block_size=4, blocks=2, prompt="block", prompt_block=12),
+        SparseSpec(block_size=4, share=0.4, prompt="block", prompt_block=8),
+        SparseSpec(block_size=4, blocks=3, prompt="block", prompt_block=4),
         SparseSpec(block_size=4, blocks=100),
     ],
 )
@@ -63,9 +74,23 @@ def reference(query, key, value, rule, prompt_lens=None):
 def test_forward_is_the_definition(rule, chunk, monkeypatch):
     monkeypatch.setattr("rlcore.attention.implementation.QUERY_CHUNK", chunk)
     q, k, v = tensors()
-    prompts = [5, 22]
+    prompts = [5, 32]
     got = attend_rows(q, k, v, SparseRows(rule, prompts))
     torch.testing.assert_close(got, reference(q, k, v, rule, prompts), atol=2e-6, rtol=1e-5)
+
+
+def test_what_follows_a_block_of_a_prompt_changes_nothing_in_it():
+    """The first position of a block chooses: a cached prefix serves every continuation."""
+    rule = SparseSpec(block_size=4, blocks=2, prompt="block", prompt_block=12)
+    q, k, v = tensors(b=1)
+    whole = attend_rows(q, k, v, SparseRows(rule, [37]))
+    for length in (26, 31):
+        part = attend_rows(*(x[:, :, :length] for x in (q, k, v)), SparseRows(rule, [length]))
+        torch.testing.assert_close(part, whole[:, :, :length])
+    alone = attend_rows(q, k, v, SparseRows(SparseSpec(block_size=4, blocks=2)))
+    first = torch.arange(37) % 12 == 0  # which chooses as every position does without blocks
+    torch.testing.assert_close(whole[:, :, first], alone[:, :, first])
+    assert not torch.allclose(whole, alone, atol=1e-2)
 
 
 def test_gradient_is_that_of_attention_over_the_kept_pages():
@@ -83,11 +108,12 @@ def test_gradient_is_that_of_attention_over_the_kept_pages():
 
 
 @pytest.mark.parametrize("own", [None, (None, PageRule(1, 8, (2, 3)), PageRule(2, 4, (4,)))])
-def test_packed_and_padded_rows_equal_single_ones(own):
+@pytest.mark.parametrize("prompt", ["dense", "block"])
+def test_packed_and_padded_rows_equal_single_ones(own, prompt):
     """Also where every sequence was sampled by a rule of its own."""
     q, k, v = tensors(b=3, t=40)
-    lens, prompts = [40, 17, 29], [6, 9, 3]
-    rule = SparseSpec(block_size=4, blocks=2, sparse_prompt=False)
+    lens, prompts = [40, 17, 29], [6, 9, 23]
+    rule = SparseSpec(block_size=4, blocks=2, prompt=prompt, prompt_block=8)
     rules = None if own is None else [rule.under(o) for o in own]
     alone = [
         attend_rows(
@@ -107,7 +133,7 @@ def test_packed_and_padded_rows_equal_single_ones(own):
 def test_wrong_rows_are_refused():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="prompt lengths"):
-        SparseRows(SparseSpec(blocks=2, sparse_prompt=False))
+        SparseRows(SparseSpec(blocks=2, prompt="dense"))
     with pytest.raises(ValueError, match="boundaries"):
         attend_rows(q, k, v, SparseRows(SPARSE, cu_seqlens=[0, 37]))
     with pytest.raises(UserError, match=r"learner\.attention"):

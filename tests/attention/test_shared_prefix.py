@@ -243,5 +243,5 @@ def test_sparse_outputs_and_gradients_are_those_of_the_sequences(
 
 
 def test_sparse_rows_with_dense_prompts_are_refused():
-    with pytest.raises(ValueError, match="sparse_prompt"):
-        _rows(_tree([[0, 1, 2], [0, 1, 1]])).by(SparseSpec(blocks=2, sparse_prompt=False))
+    with pytest.raises(ValueError, match="prompt=dense"):
+        _rows(_tree([[0, 1, 2], [0, 1, 1]])).by(SparseSpec(blocks=2, prompt="dense"))

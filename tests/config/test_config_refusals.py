@@ -13,6 +13,7 @@ EXPERTS = ["learner.ranks=4", "learner.expert_parallel=2"]
 ADAPTER = "learner.lora={publish: adapter}"
 FP8_ON_GPU = "+actor.q={kind: fp8, num_gpus: 1}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
+BLOCKS = "actor.sparse.sparse={{blocks:4,prompt:block,prompt_block:{}}}"
 LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
 BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
@@ -227,6 +228,9 @@ REFUSED = [  # words; parts that the sentence must hold
     (["actor=sparse", "actor.sparse.sparse.share=0.5"], ["blocks=4", "share=0.5"]),
     (["actor=sparse", LENGTHS.format("[4,3]")], ["blocks_by_length=[4,3]", "must not fall"]),
     (["actor=sparse", LENGTHS.format("[4],length_step:40")], ["length_step=40", "block_size=16"]),
+    (["actor=sparse", BLOCKS.format(40)], ["prompt_block=40", "multiple", "block_size=16"]),
+    (["actor=sparse", BLOCKS.format(8192)], ["prompt_block=8192", "4096"]),
+    (["actor=sparse", "actor.sparse.sparse.prompt=blocks"], ["prompt=blocks", "sparse, block"]),
     (["actor=sparse", "actor.sparse.target={moves:pages}"], ["blocks_by_length", "not set"]),
     (
         [*BY_LENGTH, "actor.sparse.target={moves:pages}", "learner.train_sparse=true"],
@@ -501,8 +505,8 @@ REFUSED = [  # words; parts that the sentence must hold
         ["environment.name=hi", "python_tool, rooms, task, textarena", "file.py:Class"],
     ),
     (
-        ["environment=task", "actor=sparse", "actor.sparse.sparse.sparse_prompt=false"],
-        ["environment.name=task", "actor.sparse.sparse.sparse_prompt=false", "set it to true"],
+        ["environment=task", "actor=sparse", "actor.sparse.sparse.prompt=dense"],
+        ["environment.name=task", "actor.sparse.sparse.prompt=dense", "set it to sparse"],
     ),
     (
         ["environment=task", "algorithm.overlong_share=0.5"],
@@ -684,8 +688,9 @@ def test_secrets_are_not_taken_into_a_job_s_script():
         ("learner.keep_passes_mib=8", "learner.activation_cache_mib"),
         ("learner.router=replay", "learner.router_replay"),
         ("task.difficulty.keep=0.5", "task.difficulty.resample_rate"),
+        ("actor=sparse actor.sparse.sparse.sparse_prompt=false", "actor.sparse.sparse.prompt"),
     ],
 )
 def test_a_former_key_is_refused_with_its_present_name(tmp_path, word, now):
     with pytest.raises(UserError, match=f"is not a key any more: it is called {now} now"):
-        load(["experiment=quickstart", f"run_dir={tmp_path}", word])
+        load(["experiment=quickstart", f"run_dir={tmp_path}", *word.split()])

@@ -56,7 +56,8 @@ FREE = {
     ),
     "actor.LABEL.target": "statistic moves value least most rate band",
     "actor.LABEL.share": "shape start end steps",
-    "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step sparse_prompt",
+    "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step prompt "
+    "prompt_block",
     # how many log-probs a record stores it says itself
     "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s group_kinds",
     "correction": "none strata shadow shadow_every",

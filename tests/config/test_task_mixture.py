@@ -171,9 +171,9 @@ REFUSED = [
     (
         [
             *(PAIR, "task.digits.environment=task", "actor=sparse"),
-            "actor.sparse.sparse.sparse_prompt=false",
+            "actor.sparse.sparse.prompt=dense",
         ],
-        ["task.digits.environment.name=task", "actor.sparse.sparse.sparse_prompt=false"],
+        ["task.digits.environment.name=task", "actor.sparse.sparse.prompt=dense"],
     ),
     (["task=digits", "task.environment=task"], ["task.environment=task"]),
     ([PAIR, "task.digits.advantage=gea"], ["task.digits.advantage=gea", "rloo", "file.py"]),

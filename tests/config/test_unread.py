@@ -140,6 +140,9 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ]
     },
     "actor.sparse.sparse.length_step": [("2048", "actor=sparse", BY_LENGTH)],
+    "actor.sparse.sparse.prompt_block": [
+        ("64", "actor=sparse", "actor=sparse actor.sparse.sparse.prompt=block")
+    ],
     "correction.strata": [("none", "", "actor=[bf16,fp8]")],
     "correction.shadow_every": [("5", "", "correction.shadow=[[ais]]")],
     "schedule.on_publish": [

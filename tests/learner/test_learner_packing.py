@@ -111,7 +111,7 @@ def test_sequences_and_episodes_without_sampled_tokens_are_left_out(layout):
 def test_sparse_attention_sees_each_sequence_and_its_first_observation(layout):
     episodes = _episodes([[[(3, 2), (2, 2)], [(5, 1)]], [[(4, 4)]]])
     (mb,) = pack(episodes, 100, layout)
-    rows = sparse_rows(mb, SparseSpec(blocks=2, sparse_prompt=False))
+    rows = sparse_rows(mb, SparseSpec(blocks=2, prompt="dense"))
     lengths = [len(s) for i in mb.episodes.tolist() for s in episodes[i]]
     prompts = [s.prompt_len for i in mb.episodes.tolist() for s in episodes[i]]
     assert list(rows.prompt_lens) == prompts and sorted(prompts) == [3, 4, 5]

@@ -338,7 +338,7 @@ def test_a_model_that_mixes_neighbours_outside_its_attention_shares_nothing():
         ({"share_prefix": "off"}, False),
         ({"train_sparse": True, "sparse": SparseSpec(blocks=2)}, True),
         ({"distill": {}, "sparse": SparseSpec(blocks=2)}, True),
-        ({"distill": {}, "sparse": SparseSpec(blocks=2, sparse_prompt=False)}, False),
+        ({"distill": {}, "sparse": SparseSpec(blocks=2, prompt="dense")}, False),
         ({"num_gpus": 1, "dtype": "float32"}, True),
         ({"num_gpus": 1, "attention": "varlen"}, True),
         ({"num_gpus": 1, "attention": "fa4"}, True),

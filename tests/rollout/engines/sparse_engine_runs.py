@@ -36,8 +36,8 @@ from rlcore.types import PageRule  # noqa: E402
 MAX_LEN = 512
 RULES = {
     "small": SparseSpec(blocks=4),
-    "share": SparseSpec(share=0.3),
-    "dense_prompt": SparseSpec(blocks=3, sparse_prompt=False),
+    "share": SparseSpec(share=0.3, prompt="block", prompt_block=48),
+    "dense_prompt": SparseSpec(blocks=3, prompt="dense"),
     "by_length": SparseSpec(blocks_by_length=(3, 5), length_step=64),
     # the stock backend has no pages of 16
     "covering": SparseSpec(block_size=32, blocks=MAX_LEN // 32),

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.engine
 
 RULES = {  # as in sparse_engine_runs.py
     "small": SparseSpec(blocks=4),
-    "share": SparseSpec(share=0.3),
-    "dense_prompt": SparseSpec(blocks=3, sparse_prompt=False),
+    "share": SparseSpec(share=0.3, prompt="block", prompt_block=48),
+    "dense_prompt": SparseSpec(blocks=3, prompt="dense"),
     "by_length": SparseSpec(blocks_by_length=(3, 5), length_step=64),
 }
 # of the requests of "by_length", in turn
@@ -136,9 +136,10 @@ def test_requests_with_pages_of_their_own_follow_no_other_rule(runs, models):
     assert min(found) > 1e-3
 
 
-def test_dense_prompts_are_not_sparse_ones(runs, models):
-    rule = SparseSpec(blocks=3, sparse_prompt=True)
-    samples = runs["dense_prompt"]
+@pytest.mark.parametrize("name", ["dense_prompt", "share"])
+def test_prompts_by_other_rules_are_not_sparse_ones(runs, models, name):
+    rule = RULES[name].model_copy(update={"prompt": "sparse"})
+    samples = runs[name]
     assert gaps(samples, learner_logp(models[0], samples, rule)).mean() > 1e-3
 
 
@@ -158,7 +159,7 @@ def test_resubmitted_requests_keep_their_prompt_length(runs, models, name):
     samples = runs[name + "_resubmitted"]
     assert all(s["prompt_len"] == len(s["prompt"]) - 90 for s in samples)
     assert_same(gaps(samples, learner_logp(models[0], samples, RULES[name])))
-    if not RULES[name].sparse_prompt:
+    if RULES[name].needs_prompts:
         longer = [s | {"prompt_len": len(s["prompt"])} for s in samples]
         assert gaps(samples, learner_logp(models[0], longer, RULES[name])).mean() > 1e-3
 

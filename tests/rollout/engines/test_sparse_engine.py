@@ -19,7 +19,7 @@ from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
 
-RULE = SparseSpec(blocks=3, sparse_prompt=False)
+RULE = SparseSpec(blocks=3, prompt="dense")
 
 
 def sample(folder: str, rule: SparseSpec, out: str) -> None:

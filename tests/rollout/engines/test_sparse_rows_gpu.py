@@ -16,6 +16,7 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
     attend_dense,
     attend_rows,
+    attend_together,
     decode_rows,
     kept_blocks,
     mixed_rows,
@@ -57,6 +58,7 @@ class Cache:
         self.table = (1 + torch.randperm(blocks - 1, generator=gen)).view(requests, PAGES).int()
         self.kv = torch.zeros(blocks, KV, BS, 2 * DIM)
         self.summaries = torch.full((blocks, KV, DIM), float("nan"))
+        self.choosing = torch.full((blocks, KV, DIM), float("nan"))
 
     def write(self, r: int, first: int, end: int) -> torch.Tensor:
         """Store keys and values of positions first..end-1; returns the queries [end - first, H,
@@ -77,9 +79,18 @@ class Cache:
     [
         SparseSpec(block_size=BS, blocks=3),
         SparseSpec(block_size=BS, share=0.5),
-        SparseSpec(block_size=BS, blocks=2, sparse_prompt=False),
+        SparseSpec(block_size=BS, blocks=2, prompt="dense"),
+        SparseSpec(block_size=BS, blocks=2, prompt="block", prompt_block=3 * BS),
+        SparseSpec(block_size=BS, share=0.4, prompt="block", prompt_block=2 * BS),
         SparseSpec(block_size=BS, blocks=14),
         SparseSpec(block_size=BS, blocks_by_length=(2, 3, 5), length_step=4 * BS),
+        SparseSpec(
+            block_size=BS,
+            blocks_by_length=(2, 3, 5),
+            length_step=4 * BS,
+            prompt="block",
+            prompt_block=4 * BS,
+        ),
     ],
 )
 def test_steps_of_all_kinds_equal_the_learner(rule):
@@ -105,7 +116,7 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
         seq = torch.tensor([at[r] + counts[r] for r in live], dtype=torch.int32)
         table = cache.table[live]
         dense = None
-        if rule.sparse_prompt and rules is None and max(counts) == 1:
+        if not rule.needs_prompts and rules is None and max(counts) == 1:
             rows, summarise = decode_rows(rule, seq, table, PAGES)
         else:
             own = None if rules is None else [rules[r] for r in live]
@@ -120,16 +131,20 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
         else:
             if dense is not None:
                 attend_dense(query, cache.kv, table, dense, out, plain_flash)
-            attend_rows(
-                query,
-                cache.kv,
-                cache.summaries,
-                table,
-                rows,
-                out,
-                plain_flash,
-                kept_blocks,
-            )
+            if rows.together is not None:
+                kept = (cache.summaries, cache.choosing)
+                attend_together(query, cache.kv, kept, table, rows, out, plain_flash)
+            else:
+                attend_rows(
+                    query,
+                    cache.kv,
+                    cache.summaries,
+                    table,
+                    rows,
+                    out,
+                    plain_flash,
+                    kept_blocks,
+                )
         for i, r in enumerate(live):
             got = out[start[i] : start[i + 1]]
             torch.testing.assert_close(

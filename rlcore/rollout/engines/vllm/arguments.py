@@ -96,10 +96,12 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
 
 def _memory_share(actor: ActorSpec) -> float:
     """The share of GPU memory that vLLM plans with. Its plan leaves out the summaries of a sparse
-    actor's pages, one key for each page of keys and values."""
+    actor's pages, one key for each page of keys and values, and where prompts choose by blocks the
+    queries that chose."""
     if actor.sparse is None:
         return actor.gpu_memory_utilization
-    return actor.gpu_memory_utilization / (1 + 1 / (2 * actor.sparse.block_size))
+    beside = 2 if actor.sparse.prompt == "block" else 1
+    return actor.gpu_memory_utilization / (1 + beside / (2 * actor.sparse.block_size))
 
 
 def _transfer_options(job: EngineJob) -> dict[str, Any]:

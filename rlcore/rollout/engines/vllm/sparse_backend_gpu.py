@@ -17,8 +17,9 @@ graph: what changes from step to step is written into memory whose address stays
 several tokens a request are planned on the host and run eagerly: each token is a row with pages of
 its own, also in prompts and recomputed prefixes, since the learner's forward attends by the rule
 there and a dense prefill would give other keys and values from the second layer on. With
-`sparse_prompt=False` attention is not captured: a captured decode step cannot tell the one prompt
-token that the prefix cache leaves over, which attends densely, from a response token. Nor is it
+`prompt=block` the tokens of a prompt's block are one row. With `prompt` other than sparse attention
+is not captured: a captured decode step cannot tell the one prompt token that the prefix cache
+leaves over, which attends otherwise, from a response token. Nor is it
 with `blocks_by_length`: requests bring budgets of their own, which the host knows.
 """
 
@@ -54,6 +55,7 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     Rows,
     attend_dense,
     attend_rows,
+    attend_together,
     mixed_rows,
 )
 from rlcore.rollout.engines.vllm.sparse_rule import (
@@ -106,7 +108,7 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         rule, captured = installed_rule(), AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        fixed = rule.sparse_prompt and rule.blocks_by_length is None
+        fixed = not rule.needs_prompts and rule.blocks_by_length is None
         return captured if fixed else AttentionCGSupport.NEVER
 
     def build(
@@ -121,7 +123,7 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
         max_len = self.vllm_config.model_config.max_model_len
         if self.rule.dense_positions >= max_len and not self.moves:
             return md
-        if self.rule.sparse_prompt and not self.moves and md.max_query_len == 1:
+        if not self.rule.needs_prompts and not self.moves and md.max_query_len == 1:
             md.rows, md.summarise = self._decode.fill(md.seq_lens, md.block_table)
         else:
             plan = self._plan_on_host(common_attn_metadata)
@@ -157,8 +159,10 @@ class SparseGPUImpl(FlashAttentionImpl):
                 "actor.kind=sparse needs a decoder with full attention and an unquantised KV "
                 "cache: no sliding window, ALiBi or attention sinks, actor.fp8_kv_cache=false."
             )
-        # [blocks, kv_heads, head_dim] of the cache's dtype, made with it
+        # [blocks, kv_heads, head_dim] of the cache's dtype, made with it; and of the same shape,
+        # where prompts choose by blocks, the query of each page's first position
         self.summaries = torch.empty(0)
+        self.choosing = torch.empty(0)
 
     # vLLM's interface fixes the parameters.
     def forward(
@@ -191,6 +195,10 @@ class SparseGPUImpl(FlashAttentionImpl):
             )
         if md.dense is not None:
             attend_dense(query, kv_cache, md.block_table, md.dense, output, self._flash)
+        if md.rows.together is not None:
+            kept = (self.summaries, self.choosing)
+            attend_together(query, kv_cache, kept, md.block_table, md.rows, output, self._flash)
+            return output
         attend_rows(
             query,
             kv_cache,
@@ -218,6 +226,8 @@ class SparseGPUImpl(FlashAttentionImpl):
         self.summaries = torch.zeros(
             blocks, heads, width // 2, dtype=kv_cache.dtype, device=kv_cache.device
         )
+        if installed_rule().prompt == "block":
+            self.choosing = torch.zeros_like(self.summaries)
 
     # `sparse_rows_gpu.Flash`: the parameters are FlashAttention's.
     def _flash(

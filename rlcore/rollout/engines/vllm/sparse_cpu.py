@@ -3,7 +3,7 @@ all layers, and the layers' computation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from rlcore.attention.block_topk import (
     group_queries,
     page_summaries,
     select_pages,
+    with_own_block,
 )
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
@@ -43,6 +44,9 @@ class KernelRows:
     query_start: torch.Tensor  # [rows + 1] int32
     seq_lens: torch.Tensor  # [rows] int32
     schedule: torch.Tensor  # how the kernel splits them over threads
+    # [tokens * kv_heads] int64, the places of (token, head) in the order of row, head, token; None:
+    # they are in it
+    order: torch.Tensor | None = None
 
 
 @dataclass
@@ -83,11 +87,14 @@ class SparseCPUBuilder(StepPlanner, CPUAttentionMetadataBuilder):
                 dense.query_start, dense.seq_lens, self.num_heads, self.num_kv_heads
             )
         # A row of the stock kernel for each KV head, so that heads may keep different pages.
-        h = self.num_kv_heads
+        h, together = self.num_kv_heads, md.plan.sparse.together
         lens = md.plan.sparse.kept_len.repeat_interleave(h)
-        md.sparse_rows = self._rows(
-            torch.arange(len(lens) + 1, dtype=torch.int32), lens, self.num_heads // h, 1
-        )
+        starts, order = torch.arange(len(lens) + 1, dtype=torch.int32), None
+        if together is not None:
+            starts[1:] = together.bounds.diff().repeat_interleave(h).cumsum(0)
+            order = together.by_head(h)
+        rows = self._rows(starts, lens, self.num_heads // h, 1)
+        md.sparse_rows = replace(rows, order=order)
         return md
 
     def _rows(
@@ -142,7 +149,10 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
                 "unquantised KV cache: no sliding window, ALiBi or attention sinks, "
                 "actor.fp8_kv_cache=false."
             )
-        self.summaries = torch.empty(0)  # [blocks, kv_heads, head_dim] float32, made with the cache
+        # [blocks, kv_heads, head_dim] float32, made with the cache; and of the same shape, where
+        # prompts choose by blocks, the query of each page's first position
+        self.summaries = torch.empty(0)
+        self.choosing = torch.empty(0)
 
     def do_kv_cache_update(
         self,
@@ -156,6 +166,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if len(self.summaries) != len(kv_cache):
             blocks, heads = kv_cache.shape[:2]
             self.summaries = torch.zeros(blocks, heads, self.head_size)
+            if installed_rule().prompt == "block":
+                self.choosing = torch.zeros(blocks, heads, self.head_size)
             self._check_layout(layer, key, kv_cache, slot_mapping)
 
     def _check_layout(
@@ -231,18 +243,27 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if md.sparse_rows is None:
             raise RuntimeError("a step with sparse rows was not scheduled for the kernel")
         blocks, heads, size, width = kv_cache.shape
-        n = len(rows.requests)
-        q = query[:n] if rows.tokens is None else query.index_select(0, rows.tokens)
-        table = self._select(group_queries(q, heads), md.block_table, rows)
+        together, n = rows.together, len(rows.requests)
+        count = n if together is None else int(together.bounds[-1])
+        q = query[:count] if rows.tokens is None else query.index_select(0, rows.tokens)
+        if together is None:
+            asked = group_queries(q, heads)
+        else:
+            chosen = md.block_table[rows.requests, together.first.clamp(min=0)].long()
+            asked = together.queries(q, self.choosing, chosen)
+        table = self._select(asked, md.block_table, rows)
         # head h of block b is block b * heads + h of the view below
         table += torch.arange(heads)[:, None]
-        per_head = q.reshape(n * heads, -1, self.head_size)
+        per_head = q.reshape(count * heads, -1, self.head_size)
+        order = md.sparse_rows.order
+        per_head = per_head if order is None else per_head.index_select(0, order)
         out = torch.empty_like(per_head)
         cache = kv_cache.view(blocks * heads, 1, size, width)
         self._kernel(layer, per_head, cache, out, table.view(n * heads, -1).int(), md.sparse_rows)
-        out = out.view(n, *output.shape[1:])
+        out = out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+        out = out.view(count, *output.shape[1:])
         if rows.tokens is None:
-            output[:n] = out
+            output[:count] = out
         else:
             output.index_copy_(0, rows.tokens, out)
 
@@ -258,6 +279,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         for a in range(0, n, ROW_CHUNK):
             z = min(n, a + ROW_CHUNK)
             part = self._span_scores(query, table, rows, a, z) if scores is None else scores[a:z]
+            if rows.together is not None:
+                part = with_own_block(part, rows.together.first[a:z, None])
             kept = select_pages(part, rows.pages[a:z, None], rows.budget[a:z, None], rows.width)
             # Padding must be a valid index, but is never read: the row's length ends before it.
             kept.clamp_(max=rows.max_pages - 1)
@@ -353,7 +376,7 @@ def install(rule: SparseSpec) -> None:
 
 def bind(model_runner: Any) -> None:
     """Let the started engine's attention see its requests' prompt lengths and page rules, which
-    `sparse_prompt=False` and `blocks_by_length` need.
+    `prompt` other than sparse and `blocks_by_length` need.
 
     Raises RuntimeError if the engine attends otherwise: call it always, to check that `install`
     came in time.

@@ -6,6 +6,7 @@ head-major, keys in the first half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +14,12 @@ import torch
 
 from rlcore.attention.block_topk import (
     StepPlan,
+    Together,
     group_queries,
     page_budget,
     page_summaries,
     select_pages,
+    with_own_block,
 )
 from rlcore.attention.specs import SparseSpec
 
@@ -34,6 +37,7 @@ class Rows:
     kept_len: torch.Tensor  # [n] int32
     max_pages: int
     width: int
+    together: Together | None = None  # rows of several tokens; then n rows have more tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,14 @@ def mixed_rows(
         return None, None, summarise
     tokens = None if r.tokens is None else on(r.tokens)
     rows = Rows(
-        tokens, on(r.requests), on(r.pages), on(r.budget), on(r.kept_len), r.max_pages, r.width
+        tokens,
+        on(r.requests),
+        on(r.pages),
+        on(r.budget),
+        on(r.kept_len),
+        r.max_pages,
+        r.width,
+        None if r.together is None else _placed(r.together, on),
     )
     if d is None:
         return rows, None, summarise
@@ -167,6 +178,10 @@ def mixed_rows(
     longest, most = int(d.query_start.diff().max()), int(d.seq_lens.max())
     dense = Dense(on(d.tokens), on(d.requests), on(d.query_start), on(d.seq_lens), longest, most)
     return rows, dense, summarise
+
+
+def _placed(rows: Together, on: Callable[[torch.Tensor], torch.Tensor]) -> Together:
+    return Together(on(rows.bounds), on(rows.first), on(rows.chooses), rows.longest)
 
 
 def summarise_pages(kv_cache: torch.Tensor, summaries: torch.Tensor, blocks: torch.Tensor) -> None:
@@ -220,13 +235,9 @@ def attend_rows(
 
     Eight parameters: what one layer holds, the step's rows, and the two kernels.
     """
-    blocks, heads, size, width = kv_cache.shape
+    heads, size = kv_cache.shape[1:3]
     per_token, dim = query.shape[1] // heads, query.shape[2]
-    step = (kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(2), kv_cache.stride(3))
-    one_headed = kv_cache.as_strided(
-        (blocks * heads, size, 1, width), step, kv_cache.storage_offset()
-    )
-    key_cache, value_cache = one_headed.split(dim, dim=-1)
+    key_cache, value_cache = _one_headed(kv_cache, dim)
     n = len(rows.pages)
     q = query[:n] if rows.tokens is None else query.index_select(0, rows.tokens)
     out = output[:n] if rows.tokens is None else torch.empty_like(q)
@@ -252,6 +263,65 @@ def attend_rows(
         output.index_copy_(0, rows.tokens, out)
 
 
+def attend_together(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    block_table: torch.Tensor,
+    rows: Rows,
+    output: torch.Tensor,
+    flash: Flash,
+) -> None:
+    """`attend_rows` of rows of which some have several tokens, all in one call: a row is a sequence
+    of FlashAttention for each KV head.
+
+    kept: the layer's summaries and its choosing queries, each [blocks, kv_heads, D]; the latter are
+    written where this step has some.
+    """
+    together, requests = rows.together, rows.requests
+    if together is None or requests is None:
+        raise RuntimeError("no rows of this step choose together")
+    (heads, size), dim = kv_cache.shape[1:3], query.shape[2]
+    key_cache, value_cache = _one_headed(kv_cache, dim)
+    summaries, choosing = kept
+    order = together.by_head(heads)
+    tokens = len(order) // heads
+    q = query[:tokens] if rows.tokens is None else query.index_select(0, rows.tokens)
+    chosen = block_table[requests, together.first.clamp(min=0)].long()
+    asked = together.queries(q, choosing, chosen)
+    table = _kept(asked, summaries, block_table, rows, (0, len(requests)))
+    lengths = together.bounds.diff().repeat_interleave(heads)
+    start = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    per_head = q.reshape(tokens * heads, -1, dim).index_select(0, order)
+    out = torch.empty_like(per_head)
+    flash(
+        per_head,
+        key_cache,
+        value_cache,
+        out,
+        start,
+        rows.kept_len.repeat_interleave(heads),
+        table.flatten(0, 1),
+        together.longest,
+        rows.width * size,
+    )
+    found = torch.empty_like(out).index_copy_(0, order, out).view(tokens, *output.shape[1:])
+    if rows.tokens is None:
+        output[:tokens] = found
+    else:
+        output.index_copy_(0, rows.tokens, found)
+
+
+def _one_headed(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    """Keys and values as [blocks * kv_heads, block_size, 1, D] views of a head-major cache."""
+    blocks, heads, size, width = kv_cache.shape
+    step = (kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(2), kv_cache.stride(3))
+    one_headed = kv_cache.as_strided(
+        (blocks * heads, size, 1, width), step, kv_cache.storage_offset()
+    )
+    return one_headed.split(dim, dim=-1)
+
+
 def kept_blocks(
     query: torch.Tensor,
     summaries: torch.Tensor,
@@ -265,13 +335,26 @@ def kept_blocks(
     query [z - a, H, D], summaries [blocks, kv_heads, D]. The shared rule, in plain torch on any
     device.
     """
-    heads = summaries.shape[1]
+    return _kept(group_queries(query, summaries.shape[1]), summaries, block_table, rows, (a, z))
+
+
+def _kept(
+    asked: torch.Tensor,
+    summaries: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: Rows,
+    chunk: tuple[int, int],
+) -> torch.Tensor:
+    """`kept_blocks` by the queries that choose, [z - a, kv_heads, D] float32."""
+    heads, (a, z) = summaries.shape[1], chunk
     table = block_table[:, : rows.max_pages]
     if rows.requests is not None:
         table = table.index_select(0, rows.requests[a:z])
     pages = rows.pages[a:z]
     gathered = summaries[table.long()].float()
-    found = torch.einsum("nhd,nphd->nhp", group_queries(query, heads), gathered)
+    found = torch.einsum("nhd,nphd->nhp", asked, gathered)
+    if rows.together is not None:
+        found = with_own_block(found, rows.together.first[a:z, None])
     kept = select_pages(found, pages[:, None], rows.budget[a:z, None], rows.width)
     # Padding must be a valid index, but is never read: the row's length ends before it.
     kept = kept.clamp(max=table.shape[1] - 1)

@@ -100,8 +100,8 @@ class SlotRequests(RowRequests):
     def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
         if slots is None:
             raise RuntimeError(
-                "this vLLM does not say which requests a step has: sparse_prompt=false and "
-                "blocks_by_length need the actor's second_runner=false"
+                "this vLLM does not say which requests a step has: sparse.prompt other than sparse "
+                "and blocks_by_length need the actor's second_runner=false"
             )
         lengths = np.zeros(rows, np.int64)
         lengths[: len(slots)] = self._lengths[slots[:rows]]
@@ -173,7 +173,7 @@ class StepPlanner:
         """
         prompts: torch.Tensor | None = None
         rules: list[SparseSpec] | None = None
-        if not self.rule.sparse_prompt or self.moves:
+        if self.rule.needs_prompts or self.moves:
             if self.asked is None:
                 prompts = seq_lens[:requests]
             else:
