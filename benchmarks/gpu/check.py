@@ -29,7 +29,7 @@ flex     the learner's sparse attention by FlexAttention, forward and backward, 
 tree     the learner's attention over a group's shared prompt by FlexAttention, forward and
          backward, against gathered rows under SDPA; milliseconds and memory of both, and of
          attention that computes the prompt for each answer
-layer    one layer of an 8B model at 16K positions, eager, with Liger's kernels and compiled:
+layer    one layer of an 8B model at 16K positions, eager, compiled, in FP8, with Liger's kernels:
          milliseconds, share of the card's peak, and how far outputs and gradients are apart
 model    writes a random-weight model of the shape, so that nothing is downloaded
 bf16, sparse, fp8, fp8 + fp8 kv

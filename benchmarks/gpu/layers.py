@@ -1,13 +1,15 @@
 """The part `layer` of `check.py`: one layer of an 8B model, forward and backward, as the learner
-computes it now (eager), with Liger's kernels, and compiled."""
+computes it now (eager), compiled, with linear maps that multiply FP8 numbers, and with Liger's
+kernels."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from setting import NO_LIGER, Row, Setting
+from setting import NO_LIGER, NO_TORCHAO, Row, Setting
 from sparse_forward import median_ms
 
 EIGHT_B = {
@@ -35,8 +37,8 @@ def layer(s: Setting, shape: dict[str, int]) -> None:
         angles = Qwen3RotaryEmbedding(config)(x, places)
     found: dict[str, list[torch.Tensor]] = {}
     for name, make in WAYS.items():
-        if name == "Liger" and not s.has_liger:
-            s.add("layer", {"by": name, "what": NO_LIGER})
+        if (lacking := lacks(name, s)) is not None:
+            s.add("layer", {"by": name, "what": lacking})
             continue
         run = passes(make(config, s), x, angles)
         found[name] = run()
@@ -59,6 +61,20 @@ def compiled(config: Any, s: Setting) -> Any:
     return torch.compile(plain(config, s), backend="aot_eager" if s.small else "inductor")
 
 
+def in_fp8(config: Any, s: Setting) -> Any:
+    """`learner.fp8=tensor`."""
+    from rlcore.learner.layer_kernels import float8_layers
+
+    module = plain(config, s)
+    float8_layers(module, "tensor", emulate=s.small)
+    return module
+
+
+def in_fp8_compiled(config: Any, s: Setting) -> Any:
+    """As it is fastest: roundings and products in fewer kernels."""
+    return torch.compile(in_fp8(config, s), backend="aot_eager" if s.small else "inductor")
+
+
 def with_liger(config: Any, s: Setting) -> Any:
     """Its norms, rotary embedding and SwiGLU; replaces transformers' own for the process."""
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
@@ -70,8 +86,19 @@ def with_liger(config: Any, s: Setting) -> Any:
 WAYS: dict[str, Callable[[Any, Setting], Any]] = {
     "eager": plain,
     "compiled": compiled,
+    "FP8": in_fp8,
+    "FP8, compiled": in_fp8_compiled,
     "Liger": with_liger,  # last
 }
+
+
+def lacks(name: str, s: Setting) -> str | None:
+    """Why a way cannot be tried here."""
+    if name == "Liger" and not s.has_liger:
+        return NO_LIGER
+    if name.startswith("FP8") and importlib.util.find_spec("torchao") is None:
+        return NO_TORCHAO
+    return None
 
 
 def passes(

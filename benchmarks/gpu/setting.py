@@ -43,6 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 NO_LIGER = "skipped: needs a GPU and liger-kernel"
+NO_TORCHAO = "skipped: needs torchao"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ _TILE = 16  # GPUs multiply matrices of FP8 numbers whose sides are multiples of
 
 
 def float8_layers(lm: nn.Module, scales: str, *, emulate: bool) -> int:
-    """Have the linear maps of a causal LM but its head multiply FP8 numbers, in place; returns how
-    many they are. Parameters keep their names and values.
+    """Have the linear maps of a causal LM but its head, or of one of its layers, multiply FP8
+    numbers, in place; returns how many they are. Parameters keep their names and values.
 
     `emulate`: the same rounding, and products of the rounded numbers in their own dtype. Raises
     UserError without the package, or for maps whose sides a GPU cannot multiply.
@@ -170,7 +170,7 @@ def float8_layers(lm: nn.Module, scales: str, *, emulate: bool) -> int:
             f"learner.fp8={scales} needs the package torchao ({e}): install rlcore[fp8], or use "
             "learner.fp8=none."
         ) from e
-    head = lm.get_output_embeddings()  # type: ignore[operator]
+    head: Any = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
     maps = {n: m for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     odd = [n for n, m in maps.items() if m.in_features % _TILE or m.out_features % _TILE]
     if odd or not maps:
