@@ -3,6 +3,7 @@ tokens that a prompt may have."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
@@ -69,15 +70,16 @@ def with_stated_threads(config: RunConfig) -> RunConfig:
     """The configuration with a number in place of `learner.max_threads=auto` where the threads do
     not follow the load: this machine's cores, divided among the ranks, in a synchronous run.
 
-    Its actors idle while it learns. Where they are other machines' cores, or equality to the bit
-    needs one thread, it is null.
+    Its actors idle while it learns. OMP_NUM_THREADS of the environment bounds them. Where they are
+    other machines' cores, or equality to the bit needs one thread, it is null.
     """
     learner, most = config.learner, None
     if learner.max_threads != "auto" or follows_load(config):
         return config
     here = learner.device == "cpu" and joined_address(config.cluster.address) is None
     if config.schedule.synchronous and here and not config.bitwise:
-        most = cores() // ranks(config)
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        most = min(cores(), int(asked) if asked.isdigit() else cores()) // ranks(config)
     if most is not None and most <= learner.threads:
         most = None
     stated = learner.model_copy(update={"max_threads": most})

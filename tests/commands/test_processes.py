@@ -84,6 +84,7 @@ def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
     words, threads, follows, monkeypatch
 ):
     monkeypatch.setattr(derived, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = derived.with_stated_threads(run(*words))
     job = processes.policy_job(config, "model", 0)
@@ -94,6 +95,9 @@ def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
     )
     assert config.learner.max_threads in ((4, "auto") if follows else (threads,))
     assert derived.with_stated_threads(config) == config  # as a resumed run is composed
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    bounded = derived.with_stated_threads(run(*words)).learner.max_threads
+    assert bounded == (2 if threads == 8 else None if threads == 2 else config.learner.max_threads)
 
 
 def test_weights_are_rounded_and_exported_as_one_actor_serves_them():
