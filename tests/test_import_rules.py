@@ -52,8 +52,8 @@ def test_a_package_is_imported_in_one_folder(package, folder):
     importers = {path for path, names in _imports().items() if package in names}
     assert importers
     elsewhere = {str(path) for path in importers if Path(folder) not in path.parents}
-    # the learner's end of vLLM's weight transfer
-    ends = {"weights/vllm_transfer.py"}
+    # the learner's end of vLLM's weight transfer, and a kernel of vLLM's wheel
+    ends = {"weights/vllm_transfer.py", "attention/varlen.py"}
     assert elsewhere == (ends if package == "vllm" else set())
 
 
@@ -72,11 +72,13 @@ def test_a_run_is_prepared_without_torch(tmp_path):
         "import sys\n"
         "import rlcore.commands.train as command\n"
         "from rlcore.config.compose import load\n"
-        f"command.prepare(load(['experiment=quickstart', 'run_dir={tmp_path}/run']))\n"
+        f"ready = command.prepare(load(['experiment=quickstart', 'run_dir={tmp_path}/run']))\n"
         "from pathlib import Path\n"
         "from rlcore.commands import about\n"
         "about.DRIVERS = ()\n"
-        f"command.write_about(Path({str(tmp_path)!r}))\n"
+        "kernels = about.run_kernels(ready.config)\n"
+        "limit = about.limit_facts(ready.config, ready.tokenizer, kernels)\n"
+        f"about.write_about(Path({str(tmp_path)!r}), kernels, limit)\n"
         "found = {'torch', 'vllm', 'deepspeed'} & set(sys.modules)\n"
         "sys.exit(str(found) if found else 0)\n"
     )
