@@ -170,7 +170,8 @@ def float8_layers(lm: nn.Module, scales: str, *, emulate: bool) -> int:
             f"learner.fp8={scales} needs the package torchao ({e}): install rlcore[fp8], or use "
             "learner.fp8=none."
         ) from e
-    head: Any = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
+    find: Any = getattr(lm, "get_output_embeddings", None)  # a single layer has none
+    head = find() if find is not None else None
     maps = {n: m for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     odd = [n for n, m in maps.items() if m.in_features % _TILE or m.out_features % _TILE]
     if odd or not maps:

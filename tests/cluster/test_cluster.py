@@ -125,10 +125,12 @@ def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
 def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     driver = psutil.Process()
+    before = set(driver.children(recursive=True))  # of tests that ran earlier
     with cluster(spec(), needed_cpus=1, needed_gpus=0):
         # as W&B's service is, which starts beside Ray
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        processes = [p for p in driver.children(recursive=True) if p.pid != other.pid]
+        ignored = before | {psutil.Process(other.pid)}
+        processes = [p for p in driver.children(recursive=True) if p not in ignored]
         words = " ".join(word for p in processes for word in p.cmdline())
         assert "gcs_server" in words and "raylet" in words
         assert "dashboard.py" not in words and "/monitor.py" not in words
