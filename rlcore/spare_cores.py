@@ -1,13 +1,15 @@
 """Compute threads of a process on CPU that follow the machine's load.
 
 In an asynchronous run, engines that wait for the learner leave their cores idle. A rank can use
-these, and has to give them back within a fraction of a step. The number of threads changes how
-sums round, so this is only for runs whose results depend on timing anyway.
+these, and has to give them back within a fraction of a step. A rank that itself waits for data
+takes none: it would only slow the engines that it waits for. The number of threads changes how sums
+round, so this is only for runs whose results depend on timing anyway.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import struct
 import tempfile
@@ -28,6 +30,8 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 WINDOW_S = 0.04  # four ticks of the clock that /proc/stat counts in
 FREE = 0.7  # of a core: what must have been free for one more thread
+WAITS = 0.1  # share of its time for which a process waits, from which on it needs no more cores
+MEMORY_S = 20.0  # of that share: a few steps
 US = 1_000_000
 
 
@@ -127,6 +131,22 @@ def threads_for(before: Usage, now: Usage, *, fewest: int, most: int) -> int:
     return max(fewest, min(most, int(free + 1.0 - FREE)))
 
 
+@dataclass(slots=True)
+class Waiting:
+    """The share of time for which a process computed nothing, over the last `MEMORY_S` or so."""
+
+    share: float = 0.0
+    _known_s: float = 0.0
+
+    def add(self, before: Usage, now: Usage) -> None:
+        """Count the time between two moments."""
+        passed = now.at_s - before.at_s
+        idle = max(0.0, passed - (now.own_s - before.own_s))
+        kept = self._known_s * math.exp(-passed / MEMORY_S)
+        self._known_s = kept + passed
+        self.share = (self.share * kept + idle) / self._known_s
+
+
 class Claims:
     """The moment at which a process of this user last took idle cores.
 
@@ -182,6 +202,7 @@ class SpareCores:
         self._read = read or (lambda: usage(among, limit))
         self._claims = claims or Claims()
         self._before = self._read()
+        self._waiting = Waiting()
 
     def follow(self, *_: Any) -> None:
         """Measure the load again and set the threads, unless that was a moment ago. A hook of
@@ -189,8 +210,11 @@ class SpareCores:
         if time.monotonic() - self._before.at_s < WINDOW_S:
             return
         now, before = self._read(), self._before
-        threads = threads_for(before, now, fewest=self._fewest, most=self._most)
         self._before = now
+        self._waiting.add(before, now)
+        threads = self._fewest
+        if self._waiting.share < WAITS:
+            threads = threads_for(before, now, fewest=self._fewest, most=self._most)
         # asked of torch: an engine sets the fewest at the end of its backward passes
         present = torch.get_num_threads()
         if threads < present or (threads > present and self._claims.claim(before.at_s)):

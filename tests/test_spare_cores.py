@@ -138,6 +138,30 @@ def test_two_ranks_do_not_both_take_the_only_idle_core(tmp_path, monkeypatch):
     assert found == {3} and sorted(threads.values()) == [1, 2]
 
 
+@pytest.mark.parametrize(("wait_s", "threads"), [(0.0, 2), (0.02, 2), (0.5, 1)])
+def test_a_process_that_waits_for_data_takes_no_idle_core(wait_s, threads, tmp_path, monkeypatch):
+    """A second of work on one core, then a wait, and again; the other core is always idle."""
+    monkeypatch.setattr("rlcore.spare_cores.WINDOW_S", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("rlcore.spare_cores.quota", lambda: None)
+    present, clock = [1], {"at": 0.0, "own": 0.0}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: present[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: present.__setitem__(0, n))
+
+    def read():
+        return Usage(clock["at"], clock["own"], clock["at"])
+
+    spare, found = SpareCores(1, read=read, claims=Claims(tmp_path / "c")), []
+    for _ in range(60):
+        clock["at"] += wait_s
+        for _ in range(10):
+            clock["at"] += 0.1
+            clock["own"] += 0.1
+            spare.follow()
+            found.append(present[0])
+    assert set(found[-100:]) == {threads}
+
+
 def test_every_layer_looks_forward_and_backward(tmp_path, monkeypatch):
     monkeypatch.setattr("rlcore.spare_cores.WINDOW_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
