@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from evidence_held import draw_held, held_rows
-from evidence_programme import Registered
+from evidence_programme import Hypothesis, Registered
 from evidence_studies import UNCORRECTED, Study
 from evidence_tables import (
     LEAST,
@@ -133,7 +133,7 @@ def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, lis
             "study": f"{registered.number}: {name}",
             "hypothesis": str(hypothesis),
             "runs": _counted(registered.study, lines[name]),
-            "verdict": hypothesis.verdict(lines[name]),
+            "verdict": _verdict(registered.study, hypothesis, lines[name]),
         }
         for name, registered in programme.items()
         for hypothesis in registered.hypotheses
@@ -155,6 +155,14 @@ def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, lis
 def _arms(study: Study) -> list[str]:
     further = [arm for arms in study.further.values() for arm in arms]
     return list(dict.fromkeys([study.reference, *study.arms, *further]))
+
+
+def _verdict(study: Study, hypothesis: Hypothesis, lines: Sequence[Line]) -> str:
+    """Of a study whose runs are not all done it holds so far: it ends by its own rule, not by the
+    first verdict that pleases."""
+    found = hypothesis.verdict(lines)
+    done, total = _counted(study, lines).split(" of ")
+    return found if found == "not run" or int(done) >= int(total) else f"{found} so far"
 
 
 def _counted(study: Study, lines: Sequence[Line]) -> str:

@@ -7,6 +7,7 @@ import evidence_page
 import evidence_tables
 import pytest
 from evidence_held import held_rows, second_half
+from evidence_programme import Hypothesis, Registered
 from evidence_studies import Held, Study
 
 STUDY = Study(
@@ -72,6 +73,19 @@ def test_without_a_chosen_size_the_figure_shows_the_named_or_the_largest(made):
     lines = [line("uncorrected", "2"), *made]
     assert evidence_page.compared_size(STUDY, lines) == "4"
     assert evidence_page.compared_size(replace(STUDY, shown="2"), lines) == "2"
+
+
+def test_a_verdict_before_the_last_run_holds_so_far(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence_page, "PAGES", tmp_path)
+    blank = f"{evidence_page.BEGIN} {evidence_page.END}"
+    study = replace(STUDY, sizes={"2": ()}, arms={"tis": ()}, swept=False, seeds=(0, 1, 2, 3))
+    hypothesis = Hypothesis("tis", ("matched",), "2", at_least=0.1)
+    registered = {"a": Registered("E0", study, (hypothesis,), "none")}
+    for seeds, verdict in ((2, "not run"), (3, "supported so far"), (4, "supported")):
+        (tmp_path / "programme.md").write_text(blank)
+        lines = [*runs("matched", "1", 0.5, seeds), *runs("tis", "2", 0.8, seeds)]
+        evidence_page.write_programme(registered, {"a": lines})
+        assert f"| {2 * seeds} of 8 | {verdict} |" in (tmp_path / "programme.md").read_text()
 
 
 def test_refused_pairs_and_old_lines_are_said(tmp_path, monkeypatch):
