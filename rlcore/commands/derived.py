@@ -56,9 +56,8 @@ def follows_load(config: RunConfig) -> bool:
     Ranks that hold parts of something compute the rest alike, and have to round alike.
     """
     spec, schedule = config.learner, config.schedule
-    chosen = spec.max_threads == "auto" and schedule.lag is None
     return (
-        (chosen or isinstance(spec.max_threads, int))
+        isinstance(spec.max_threads, int)
         and spec.device == "cpu"
         and spec.parts == spec.expert_parallel == 1
         and not schedule.synchronous
@@ -70,8 +69,10 @@ def with_stated_threads(config: RunConfig) -> RunConfig:
     """The configuration with a number in place of `learner.max_threads=auto` where the threads do
     not follow the load: this machine's cores, divided among the ranks, in a synchronous run.
 
-    Its actors idle while it learns. OMP_NUM_THREADS of the environment bounds them. Where they are
-    other machines' cores, or equality to the bit needs one thread, it is null.
+    Its actors idle while it learns. OMP_NUM_THREADS of the environment bounds them. It is null
+    where they are other machines' cores, where equality to the bit needs one thread, and in an
+    asynchronous run, whose steps more threads did not make faster (benchmarks/results/
+    profile_cpu.md).
     """
     learner, most = config.learner, None
     if learner.max_threads != "auto" or follows_load(config):
@@ -92,8 +93,7 @@ def describe_threads(config: RunConfig) -> str:
     if not follows_load(config):
         stated = most if config.schedule.synchronous and isinstance(most, int) else None
         return f"compute threads: {stated or learner.threads} a rank, always"
-    limit = "all cores" if most == "auto" else f"{most}"
-    return f"compute threads: {learner.threads} a rank, up to {limit} while cores idle"
+    return f"compute threads: {learner.threads} a rank, up to {most} while cores idle"
 
 
 def plan(config: RunConfig) -> Plan:

@@ -478,7 +478,7 @@ def _spare_cores(job: LearnerJob) -> SpareCores | None:
     if not job.follows_load:
         return None
     most = job.learner.max_threads
-    return SpareCores(job.learner.threads, None if most == "auto" else most)
+    return SpareCores(job.learner.threads, most if isinstance(most, int) else None)
 
 
 def layer_sizes(lm: nn.Module) -> LayerSizes:

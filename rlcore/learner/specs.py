@@ -288,7 +288,7 @@ class LearnerSpec(OptimizerSpec):
     max_threads: Literal["auto"] | int | None = setting(
         "auto",
         "on CPU: most compute threads of a rank; asynchronous schedules use those above num_cpus "
-        "while cores idle, synchronous ones always. auto: all cores; null: num_cpus",
+        "while cores idle, synchronous ones always. auto: all cores in synchronous ones",
     )
     num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
     zero_stage: Literal[0, 1, 2, 3] = setting(

@@ -64,8 +64,8 @@ def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_it
 @pytest.mark.parametrize(
     ("words", "threads", "follows"),
     [
-        ((), None, True),
-        (("learner.ranks=2",), None, True),
+        ((), None, False),
+        (("learner.ranks=2", "learner.max_threads=4"), None, True),
         (("learner.max_threads=4",), None, True),
         (("learner.max_threads=null",), None, False),
         (("schedule=fixed_lag", "schedule.lag=2"), None, False),
@@ -93,7 +93,7 @@ def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
         follows,
         False,
     )
-    assert config.learner.max_threads in ((4, "auto") if follows else (threads,))
+    assert config.learner.max_threads in ((4,) if follows else (threads,))
     assert derived.with_stated_threads(config) == config  # as a resumed run is composed
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     bounded = derived.with_stated_threads(run(*words)).learner.max_threads
