@@ -18,7 +18,8 @@ from typing import Any
 
 from harness import table
 
-from rlcore.learner.specs import LearnerSpec, OffloadSpec
+from rlcore.learner.optimizer_specs import OffloadSpec
+from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.split_loading import meta_shapes
 from rlcore.planner.memory import GIB, ModelSizes, actor_rank, learner_host, learner_rank, total
 from rlcore.rollout.specs import ActorSpec

@@ -185,20 +185,20 @@ class SpareCores:
     def __init__(
         self,
         fewest: int,
-        most: int | None = None,
+        most: int,
         *,
         read: Callable[[], Usage] | None = None,
         claims: Claims | None = None,
     ) -> None:
-        """`most`: None: as many as this process may use cores, which always bound it. `read`: the
-        usage of these cores. Raises UserError on a system that does not count idle time."""
+        """`most`: where this process may use as many cores. `read`: the usage of these cores.
+        Raises UserError on a system that does not count idle time."""
         if not STAT.exists():
             raise UserError(
                 "learner.max_threads needs Linux, which counts how long each core idles: use "
                 "learner.max_threads=null."
             )
         among, limit = os.sched_getaffinity(0), quota()
-        self._fewest, self._most = fewest, max(fewest, min(most or cores(), cores()))
+        self._fewest, self._most = fewest, max(fewest, min(most, cores()))
         self._read = read or (lambda: usage(among, limit))
         self._claims = claims or Claims()
         self._before = self._read()

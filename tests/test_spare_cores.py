@@ -129,7 +129,7 @@ def test_two_ranks_do_not_both_take_the_only_idle_core(tmp_path, monkeypatch):
         idle[0] += passed * max(0, 3 - running)
         return Usage(now, own[rank[0]], idle[0])
 
-    spare = {name: SpareCores(1, read=read, claims=Claims(tmp_path / "c")) for name in threads}
+    spare = {name: SpareCores(1, 8, read=read, claims=Claims(tmp_path / "c")) for name in threads}
     found = set()
     for look in range(40):
         rank[0] = "ab"[look % 2]
@@ -151,7 +151,7 @@ def test_a_process_that_waits_for_data_takes_no_idle_core(wait_s, threads, tmp_p
     def read():
         return Usage(clock["at"], clock["own"], clock["at"])
 
-    spare, found = SpareCores(1, read=read, claims=Claims(tmp_path / "c")), []
+    spare, found = SpareCores(1, 8, read=read, claims=Claims(tmp_path / "c")), []
     for _ in range(60):
         clock["at"] += wait_s
         for _ in range(10):

@@ -114,7 +114,8 @@ def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: 
 
 
 def _job(s: Setting, model: str, stage: Any, places: dict[str, Any]) -> Any:
-    from rlcore.learner.specs import LearnerJob, LearnerSpec, OffloadSpec
+    from rlcore.learner.optimizer_specs import OffloadSpec
+    from rlcore.learner.specs import LearnerJob, LearnerSpec
     from rlcore.objectives.specs import ObjectiveSpec
     from rlcore.testing.records import make_sampling
 

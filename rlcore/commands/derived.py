@@ -66,8 +66,8 @@ def follows_load(config: RunConfig) -> bool:
 
 
 def with_stated_threads(config: RunConfig) -> RunConfig:
-    """The configuration with a number in place of `learner.max_threads=auto` where the threads do
-    not follow the load: this machine's cores, divided among the ranks, in a synchronous run.
+    """The configuration with a number in place of `learner.max_threads=auto`: this machine's cores,
+    divided among the ranks, in a synchronous run.
 
     Its actors idle while it learns. OMP_NUM_THREADS of the environment bounds them. It is null
     where they are other machines' cores, where equality to the bit needs one thread, and in an
@@ -75,7 +75,7 @@ def with_stated_threads(config: RunConfig) -> RunConfig:
     profile_cpu.md).
     """
     learner, most = config.learner, None
-    if learner.max_threads != "auto" or follows_load(config):
+    if learner.max_threads != "auto":
         return config
     here = learner.device == "cpu" and joined_address(config.cluster.address) is None
     if config.schedule.synchronous and here and not config.bitwise:
@@ -87,12 +87,18 @@ def with_stated_threads(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"learner": stated})
 
 
+def stated_threads(config: RunConfig) -> int | None:
+    """Compute threads of a rank where they are always `learner.max_threads`."""
+    most = config.learner.max_threads
+    return most if config.schedule.synchronous and isinstance(most, int) else None
+
+
 def describe_threads(config: RunConfig) -> str:
     """One line on a rank's compute threads, of a configuration `with_stated_threads`."""
-    learner, most = config.learner, config.learner.max_threads
+    learner = config.learner
     if not follows_load(config):
-        stated = most if config.schedule.synchronous and isinstance(most, int) else None
-        return f"compute threads: {stated or learner.threads} a rank, always"
+        return f"compute threads: {stated_threads(config) or learner.threads} a rank, always"
+    most = learner.max_threads
     return f"compute threads: {learner.threads} a rank, up to {most} while cores idle"
 
 

@@ -241,9 +241,9 @@ def unshown(rows: Sequence[Mapping[str, Any]], parts: Sequence[str], version: st
             return f"its part {part} {failed}"
         key = "mean |dlogp| replayed"
         gaps = [row for row in own if key in row]
-        wide = [r for r in gaps if not r[key] <= max(_AGREES, 2 * r.get(_OWN_ERROR, 0.0))]
+        wide = [r for r in gaps if not _agrees(r[key], r.get(_OWN_ERROR, 0.0))]
         if len(gaps) < 2 or wide:
-            found = f"{wide[0][key]:.3g} apart" if wide else "missing"
+            found = f"{wide[0][key]} apart" if wide else "missing"
             return f"log-probs of its part {part}, before and after an update, are {found}"
         fresh = [row["as a fresh engine"] for row in own if "as a fresh engine" in row]
         if part == "experts" and not (fresh and all(_all_of(text) for text in fresh)):
@@ -254,9 +254,17 @@ def unshown(rows: Sequence[Mapping[str, Any]], parts: Sequence[str], version: st
 _OWN_ERROR = "learner's to float32, replayed"
 
 
-def _all_of(counted: str) -> bool:
+def _agrees(gap: Any, own_error: Any) -> bool:
+    """True if an engine is as near to the learner as the learner to float32; not for what is no
+    number."""
+    if not isinstance(gap, int | float) or not isinstance(own_error, int | float):
+        return False
+    return gap <= max(_AGREES, 2 * own_error)
+
+
+def _all_of(counted: Any) -> bool:
     """True for "4/4"."""
-    same, _, count = counted.partition("/")
+    same, _, count = str(counted).partition("/")
     return same == count != "0"
 
 

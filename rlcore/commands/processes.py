@@ -374,7 +374,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
-        threads=_stated_threads(config),
+        threads=derived.stated_threads(config),
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
@@ -386,12 +386,6 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         by_position=bool(derived.page_ranges(config)),
         shadow=config.correction.shadows,
     )
-
-
-def _stated_threads(config: RunConfig) -> int | None:
-    """Compute threads of a rank where they are always `learner.max_threads`."""
-    most = config.learner.max_threads
-    return most if config.schedule.synchronous and isinstance(most, int) else None
 
 
 def _advantages(config: RunConfig) -> dict[str, str]:
@@ -443,6 +437,6 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
-        threads=_stated_threads(config),
+        threads=derived.stated_threads(config),
         frozen_path=model_path,
     )

@@ -348,6 +348,7 @@ def check_fp8(c: RunConfig) -> None:
     )
     others = {
         "learner.lora": learner.lora is not None,
+        f"learner.layers={learner.layers}": learner.layers != "torch",
         f"learner.round_as={learner.round_as}": learner.round_as is not None,
         "bitwise=true": c.bitwise,
         f"critic.kind={c.critic.kind}": c.critic.trained,

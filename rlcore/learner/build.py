@@ -478,7 +478,8 @@ def _spare_cores(job: LearnerJob) -> SpareCores | None:
     if not job.follows_load:
         return None
     most = job.learner.max_threads
-    return SpareCores(job.learner.threads, most if isinstance(most, int) else None)
+    assert isinstance(most, int)
+    return SpareCores(job.learner.threads, most)
 
 
 def layer_sizes(lm: nn.Module) -> LayerSizes:

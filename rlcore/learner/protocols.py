@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from rlcore.interfaces import Reduce
     from rlcore.learner.batch import StepBatch
     from rlcore.learner.lm_head import HeadSpec, KlTarget
+    from rlcore.learner.optimizer_specs import OptimizerSpec
     from rlcore.learner.packing import MicroBatch
     from rlcore.learner.policy import FrozenPolicy, Policy
     from rlcore.learner.ranks import Shards
     from rlcore.learner.sequences import ScoredSequence
-    from rlcore.learner.specs import LearnerSpec, OptimizerSpec
+    from rlcore.learner.specs import LearnerSpec
     from rlcore.learner.split_loading import Split
     from rlcore.learner.state_files import Part, Schedule, Source
 

@@ -117,12 +117,13 @@ def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
 
 @pytest.mark.slow
 def test_pages_by_position_follow_their_set_point(command, small, tmp_path):
-    """The copy attends to the pages that sampled each record, whatever the rule in force; a run
-    that was resumed moves them as one that was not."""
+    """The copy attends to the pages that sampled each record, whatever the rule in force, those of
+    prompts chosen by blocks; a run that was resumed moves them as one that was not."""
     words = ("train", *small, *LONG, "actor=sparse", distilling("merged"))
     pages = "actor.sparse.sparse={blocks:null,blocks_by_length:[2,2,2],length_step:32}"
+    blocks = ("actor.sparse.sparse.prompt=block", "actor.sparse.sparse.prompt_block=32")
     target = "actor.sparse.target={moves:pages,value:0.95,rate:0.4,band:0}"
-    words = (*words, pages, target)
+    words = (*words, pages, *blocks, target)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _run(command, *words, f"run_dir={whole}", "schedule.steps=4")
     _run(command, *words, f"run_dir={parts}", "schedule.steps=2")

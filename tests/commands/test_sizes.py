@@ -159,6 +159,8 @@ def test_the_gpu_check_admits_a_mixture_on_gpus(tmp_path, with_vllm):
         ("experts", SHOWN["experts"][:3], "are missing"),
         ("experts", [*SHOWN["experts"], {"mean |dlogp| replayed": 0.07}], "are 0.07 apart"),
         ("experts", [*SHOWN["experts"], {"mean |dlogp| replayed": math.nan}], "are nan apart"),
+        ("experts", [*SHOWN["experts"], {"mean |dlogp| replayed": None}], "are None apart"),
+        ("experts", [*SHOWN["experts"], {"as a fresh engine": None}], "as a fresh one"),
         ("experts", [*SHOWN["experts"], {"as a fresh engine": "3/16"}], "as a fresh one"),
         ("experts", [SHOWN["experts"][0]] * 2, "as a fresh one"),
     ],

@@ -362,6 +362,7 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["learner.fp8=tensor", "learner.zero_stage=3"], ["learner.fp8=tensor", "zero_stage=3"]),
     (["learner.fp8=row", "learner.lora={}"], ["learner.fp8=row", "learner.lora"]),
+    ([*GPUS, "learner.fp8=row", "learner.layers=liger"], ["learner.fp8=row", "layers=liger"]),
     ([*GPUS, "learner.fp8=row", "learner.dtype=float32"], ["learner.fp8=row", "dtype=bfloat16"]),
     (
         ["learner.fp8=tensor", "learner.ranks=2", "learner.tensor_parallel=2"],

@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import torch
-from learner_helpers import make_groups, make_job, make_place, small_model
+from learner_helpers import small_model, trained
 from torch import nn
 
 from rlcore.learner import build
-from rlcore.learner.rank import LearnerRank
-from rlcore.types import POLICY
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = {
@@ -73,19 +71,6 @@ def by_definition(lm: nn.Module, scales: str, *, emulate: bool) -> int:
     return found
 
 
-def trained(model: str, fp8: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights after two steps of each case."""
-    found = {}
-    for name, settings in CASES.items():
-        job = make_job(model, fp8=fp8, lr=1e-2, share_prefix="off", **settings)
-        rank = LearnerRank(job, make_place(0, 1, 0))
-        for step in range(2):
-            rank.begin_phase([make_groups(2, seed=step)])
-            rank.train_step(step)
-        found[name] = dict(rank.published_weights(POLICY, "float32"))
-    return found
-
-
 def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((w - b[name]).abs().max()) for name, w in a.items())
 
@@ -99,10 +84,10 @@ def main(scales: str, folder: Path) -> None:
         return counts[-1]
 
     build.float8_layers = counted
-    own = trained(model, scales)
-    plain = trained(model, "none")
+    own = trained(model, CASES, fp8=scales)
+    plain = trained(model, CASES, fp8="none")
     build.float8_layers = by_definition
-    wanted = trained(model, scales)
+    wanted = trained(model, CASES, fp8=scales)
     apart = {case: largest(weights, wanted[case]) for case, weights in own.items()}
     without = largest(own["ZeRO-0"], plain["ZeRO-0"])
     print("FOUND" + json.dumps({"apart": apart, "without": without, "maps": counts[0]}))

@@ -25,6 +25,7 @@ from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import is_adapter, plain_name
 from rlcore.learner.packing import Layout, PassCosts, pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.rank import LearnerRank
 from rlcore.learner.specs import CriticSpec, LearnerJob, LearnerSpec, RankPlace
 from rlcore.learner.update import Update
 from rlcore.models.fresh import build_fresh_model
@@ -33,7 +34,7 @@ from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec
 from rlcore.registry import load_object
 from rlcore.testing.records import make_group, make_sampling, make_trajectory
 from rlcore.testing.tabular import StepEngine
-from rlcore.types import Group, TokenScores
+from rlcore.types import POLICY, Group, TokenScores
 
 ALPHABET = "0123456789=+"
 VOCAB = 15
@@ -118,6 +119,22 @@ def make_groups(
             make_group(trajectories, rewards, admitted_version=version, arrival_version=version)
         )
     return groups
+
+
+def trained(
+    model: str, cases: Mapping[str, Mapping[str, Any]], **settings: Any
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights after two steps of a rank, by case, each of which has settings of its own."""
+    found = {}
+    for name, own in cases.items():
+        # a job is not validated: a configuration may refuse on a CPU what tests compute there
+        job = make_job(model, lr=1e-2, share_prefix="off", **settings, **own)
+        rank = LearnerRank(job, make_place(0, 1, 0))
+        for step in range(2):
+            rank.begin_phase([make_groups(2, seed=step)])
+            rank.train_step(step)
+        found[name] = dict(rank.published_weights(POLICY, "float32"))
+    return found
 
 
 def with_rewards(groups: list[Group], reward: Callable[[Any], float]) -> list[Group]:

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
-from learner_helpers import VOCAB, make_groups, make_job, make_place, small_model
+from learner_helpers import VOCAB, small_model, trained
 
 from rlcore.learner.layer_kernels import liger_layers
 from rlcore.learner.policy import load_causal_lm
-from rlcore.learner.rank import LearnerRank
 from rlcore.learner.specs import LoraSpec
-from rlcore.types import POLICY
 
 CASES = {
     "ZeRO-0": {"zero_stage": 0},
@@ -38,20 +36,6 @@ def make_model(architecture: str, folder: Path) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     return str(folder / "model")
-
-
-def trained(model: str, layers: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights after two steps of each case."""
-    found = {}
-    for name, settings in CASES.items():
-        # a job is not validated: on a CPU a configuration with layers=liger is refused
-        job = make_job(model, layers=layers, lr=1e-2, share_prefix="off", **settings)
-        rank = LearnerRank(job, make_place(0, 1, 0))
-        for step in range(2):
-            rank.begin_phase([make_groups(2, seed=step)])
-            rank.train_step(step)
-        found[name] = dict(rank.published_weights(POLICY, "float32"))
-    return found
 
 
 class Scalar(float):
@@ -79,9 +63,9 @@ def as_compiled() -> None:
 def main(architecture: str, folder: Path) -> None:
     model = make_model(architecture, folder)
     before = dict(load_causal_lm(model, "float32", "sdpa").named_parameters())
-    plain = trained(model, "torch")
+    plain = trained(model, CASES, layers="torch")
     as_compiled()
-    own = trained(model, "liger")
+    own = trained(model, CASES, layers="liger")
     lm = load_causal_lm(model, "float32", "sdpa")
     liger_layers(lm)
     moved = max(float((w - before[n].detach()).abs().max()) for n, w in plain["ZeRO-0"].items())

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlcore.learner.optimizer_specs import OptimizerSpec
 from rlcore.learner.protocols import RateSchedule
-from rlcore.learner.specs import OptimizerSpec
 
 
 def _rates(steps, total, **settings):

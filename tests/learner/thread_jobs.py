@@ -69,7 +69,7 @@ def threads_of_each(rank: int, world: int, port: int, model: str) -> Any:
     and its threads at its layers; all four cores are free to the first."""
     seen: list[int] = []
     _follow(seen, lambda look: 3.0 * (rank == 0))
-    job = replace(make_job(model, lr=0.1, grad_clip=1e-3), follows_load=True)
+    job = replace(make_job(model, lr=0.1, grad_clip=1e-3, max_threads=4), follows_load=True)
     one = LearnerRank(job, make_place(rank, world, port))
     for step in range(3):
         one.begin_phase([share(make_groups(6, samples=6), rank, world)])
