@@ -10,7 +10,7 @@ writes a file of its own, gpu_check_CALL.jsonl (`CALLS` has their parts, context
 
 a        without engines: imports, kernel, flex, tree, head, varlen, layer
 b        loop, update
-c        sparse at 16K, bf16 at batch 64, experts, logprobs
+c        sparse at 16K, bf16 at batch 64, experts, sparse block at 16K, logprobs
 d        colocated, offload
 two      with two GPUs, beside the others: pair
 
@@ -126,7 +126,7 @@ CALLS = {
         (16, 64),
     ),
     "b": Call(475, ("loop", "update"), (4096,), ()),
-    "c": Call(535, ("sparse", "bf16", "experts", "logprobs"), (16384,), (64,)),
+    "c": Call(535, ("sparse", "bf16", "experts", "sparse block", "logprobs"), (16384,), (64,)),
     "d": Call(535, ("colocated", "offload"), (4096,), ()),
     "two": Call(535, ("pair",), (4096,), ()),
 }
