@@ -19,7 +19,7 @@ ARG RLCORE_TORCH_INDEX=
 COPY --chown=rlcore pyproject.toml README.md LICENSE ./
 COPY --chown=rlcore requirements requirements
 COPY --chown=rlcore rlcore/__init__.py rlcore/__init__.py
-RUN RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cpu
+RUN PIP_COMPILE=1 RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cpu
 COPY --chown=rlcore . .
 
 ENV PATH=/opt/rlcore/.venv/bin:$PATH HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1

@@ -27,7 +27,8 @@ ARG RLCORE_TORCH_INDEX=
 COPY --chown=rlcore pyproject.toml README.md LICENSE ./
 COPY --chown=rlcore requirements requirements
 COPY --chown=rlcore rlcore/__init__.py rlcore/__init__.py
-RUN FLASH_ATTN="$FLASH_ATTN" RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cuda
+RUN PIP_COMPILE=1 FLASH_ATTN="$FLASH_ATTN" RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" \
+  bash requirements/install.sh cuda
 COPY --chown=rlcore . .
 
 ENV PATH=/opt/rlcore/.venv/bin:$PATH HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PROFILE=cuda

@@ -1,11 +1,13 @@
-"""The locks are complete, each by itself, and the install script names the machines that they are
-not for."""
+"""The locks are complete, each by itself; the install script installs them, by uv or by pip, and
+names the machines that they are not for."""
 
 import os
+import shutil
 import subprocess
 import tomllib
 from functools import cache
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -90,3 +92,58 @@ def test_a_machine_that_no_lock_is_for_is_refused_with_what_is_missing(machine, 
     )
     assert done.returncode == 2 and said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+RECORDER = """#!/bin/bash
+echo "$(basename "$0") $*" >> "$RECORD"
+[ "$4" = config ] && echo ":env:.find-links='/a /b'" && echo "global.find-links='/c'"
+env | grep ^UV_ >> "$RECORD.env"
+exit 0
+"""
+
+
+def installing(folder, *programs):
+    """The commands of requirements/install.sh where python and these programs record theirs, and
+    the variables that uv reads."""
+    shutil.copytree(ROOT / "requirements", folder / "requirements")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in (".venv/bin/python", "bin/python3.11", *(f"bin/{name}" for name in programs)):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(RECORDER)
+        path.chmod(0o755)
+    record = folder / "record"
+    done = subprocess.run(
+        ["bash", folder / "requirements/install.sh"],
+        env={"PATH": f"{folder}/bin:/usr/bin:/bin", "RECORD": str(record)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    stamp = (folder / ".venv/.rlcore-stamp").read_text()
+    lines = [line for line in record.read_text().splitlines() if " install " in line]
+    return [line.split(" ") for line in lines], stamp, Path(f"{record}.env").read_text()
+
+
+@pytest.mark.processes
+def test_uv_installs_where_it_is_on_path_what_pip_installs_elsewhere(tmp_path):
+    pip, stamp, none = installing(tmp_path / "pip")
+    uv, same_stamp, variables = installing(tmp_path / "uv", "uv")
+    assert {words[0] for words in pip} == {"python"} and {words[0] for words in uv} == {"uv"}
+    assert all("--no-deps" in words for words in (*pip, *uv))
+
+    def packages(commands):
+        """What is installed, in order: torch, files and the checkout."""
+        found = []
+        for words in commands:
+            rest = words[words.index("--no-deps") + 1 :]
+            found.append(rest[2:] if rest[0] == "--python" else rest)
+        return found
+
+    assert packages(pip) == packages(uv) and stamp == same_stamp
+    cpu = ["-r", "requirements/cpu.lock"]
+    others = ["-r", "requirements/extras.lock", "-r", "requirements/dev.lock"]
+    (torch,) = [f"torch=={v}" for n, v in lock("cpu").items() if n == "torch"]
+    assert packages(uv) == [[torch], cpu, others, ["--no-build-isolation", "-e", "."]]
+    # uv looks where pip is told to look, environment first
+    assert "UV_FIND_LINKS=/a,/b\n" in variables and none == ""
