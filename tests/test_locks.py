@@ -97,14 +97,14 @@ def test_a_machine_that_no_lock_is_for_is_refused_with_what_is_missing(machine, 
 RECORDER = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$RECORD"
 [ "$4" = config ] && echo ":env:.find-links='/a /b'" && echo "global.find-links='/c'"
-env | grep ^UV_ >> "$RECORD.env"
+env | grep -E "^(UV|PIP)_" >> "$RECORD.env"
 exit 0
 """
 
 
-def installing(folder, *programs):
+def installing(folder, *programs, **variables):
     """The commands of requirements/install.sh where python and these programs record theirs, and
-    the variables that uv reads."""
+    the variables that pip and uv read."""
     shutil.copytree(ROOT / "requirements", folder / "requirements")
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name in (".venv/bin/python", "bin/python3.11", *(f"bin/{name}" for name in programs)):
@@ -115,7 +115,7 @@ def installing(folder, *programs):
     record = folder / "record"
     done = subprocess.run(
         ["bash", folder / "requirements/install.sh"],
-        env={"PATH": f"{folder}/bin:/usr/bin:/bin", "RECORD": str(record)},
+        env={"PATH": f"{folder}/bin:/usr/bin:/bin", "RECORD": str(record)} | variables,
         capture_output=True,
         text=True,
     )
@@ -146,4 +146,12 @@ def test_uv_installs_where_it_is_on_path_what_pip_installs_elsewhere(tmp_path):
     (torch,) = [f"torch=={v}" for n, v in lock("cpu").items() if n == "torch"]
     assert packages(uv) == [[torch], cpu, others, ["--no-build-isolation", "-e", "."]]
     # uv looks where pip is told to look, environment first
-    assert "UV_FIND_LINKS=/a,/b\n" in variables and none == ""
+    assert "UV_FIND_LINKS=/a,/b\n" in variables and "UV_" not in none
+
+
+@pytest.mark.processes
+def test_all_is_compiled_at_once_only_where_python_keeps_nothing_that_it_compiles(tmp_path):
+    *_, variables = installing(tmp_path / "once")
+    assert "PIP_COMPILE=0\n" in variables
+    *_, variables = installing(tmp_path / "all", "uv", PYTHONDONTWRITEBYTECODE="1")
+    assert "PIP_COMPILE=1\n" in variables and "UV_COMPILE_BYTECODE=1\n" in variables
