@@ -89,12 +89,16 @@ class StepLoad:
     tokens: int = 0  # sampled
     context_tokens: int = 0  # before the sampled ones, over all requests that sampled
     prompt_tokens: int = 0  # of these: of requests that sampled for the first time since queued
+    proposed: int = 0  # tokens that another model proposed (`ActorSpec.speculate`)
+    accepted: int = 0  # of these
 
     def __add__(self, other: StepLoad) -> StepLoad:
         return StepLoad(
             self.tokens + other.tokens,
             self.context_tokens + other.context_tokens,
             self.prompt_tokens + other.prompt_tokens,
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
         )
 
 

@@ -39,6 +39,9 @@ bf16, sparse, fp8, fp8 + fp8 kv
          seeded or not
 sparse block
          the rows of `sparse` with prompts that choose their pages by blocks
+speculate
+         an actor whose tokens half of its own layers propose: its log-probs against the learner's,
+         and how many proposals were accepted
 update   FP8 weights changed in place against a fresh engine and a dequantised reference
 experts  a small mixture of experts: log-probs against the learner's, whose routers choose or replay
          what the engine chose; an update in place by checksums and against a fresh engine
@@ -155,6 +158,7 @@ PARTS = (
     Part("offload", 160, 30, ("torch", "transformers", "deepspeed", "peft")),
     Part("tree", 40, 15, ("torch", "transformers")),
     Part("sparse block", 260, 50),
+    Part("speculate", 200, 50),
     Part("pair", 500, 60, ("torch", "vllm", "ray", "hydra", "deepspeed"), gpus=2),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),
@@ -162,6 +166,7 @@ PARTS = (
 READ_MODEL = {p.name for p in PARTS if p.name.startswith(("bf16", "sparse", "fp8"))} | {
     "update",
     "logprobs",
+    "speculate",
 }
 # on a CPU a part shows that it runs; limits are for GPUs
 CPU_PATIENCE = 4

@@ -98,7 +98,7 @@ def main() -> None:
     else:
         import rollouts
 
-        whole = {"update": rollouts.update, "logprobs": rollouts.logprobs}
+        whole = {name: getattr(rollouts, name) for name in ("update", "logprobs", "speculate")}
         whole[part](s) if part in whole else rollouts.rollout(s, part)
 
 

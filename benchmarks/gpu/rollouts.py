@@ -41,7 +41,7 @@ def engine(
         "fp8 + fp8 kv": fp8 | {"fp8_kv_cache": True},
     }
     if s.small:
-        settings = {"enforce_eager": True}
+        settings |= {"enforce_eager": True}
     actor = ActorSpec(
         num_gpus=0 if s.small else 1,
         max_num_seqs=max((*s.batches, s.batch)),
@@ -128,6 +128,30 @@ def logprobs(s: Setting) -> None:
     for k in (LOGPROBS_K, 0):
         row = decode_profile(llm, partial(_queue, asked, k=k), prefill)
         s.add("logprobs", {"batch": batch, "k": k, **row})
+    llm.close()
+
+
+def speculate(s: Setting) -> None:
+    """Half of the model's layers propose: the log-probs of what is sampled, and the share of
+    proposals that is accepted."""
+    from rlcore.models.folder import read_config
+    from rlcore.models.fresh import cut_model
+    from rlcore.rollout.specs import SpeculateSpec
+
+    folder = s.folder / "proposing"
+    if not folder.exists():
+        cut_model(s.model, folder, int(read_config(s.model)["num_hidden_layers"]) // 2)
+    start = time.monotonic()
+    llm = engine(s, "bf16", speculate=SpeculateSpec(path=str(folder)))
+    s.add("speculate", {"start s": time.monotonic() - start})
+    ask(llm, prompts(s.batch, 96 if s.small else 768), s.new_tokens)
+    done, proposed, accepted = [], 0, 0
+    while llm.unfinished():
+        done += llm.step()
+        load = llm.load_of_step()
+        proposed, accepted = proposed + load.proposed, accepted + load.accepted
+    done.sort(key=lambda t: t.sample_index)
+    s.add("speculate", Judge(s, "bf16").row(done[:4]) | {"accepted": accepted / max(proposed, 1)})
     llm.close()
 
 

@@ -198,6 +198,7 @@ def evaluation_actor(config: RunConfig) -> ActorSpec | None:
         "rounding": "none",
         "fp8_kv_cache": False,
         "sparse": None,
+        "speculate": None,
         "draft_path": None,
         "draft_fresh": None,
         "logit_noise": 0.0,

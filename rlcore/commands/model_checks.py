@@ -49,6 +49,9 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
                 "both models the same.",
             )
         _check_heads(f"actor.{label}", model, actor)
+        if (proposing := actor.speculate) is not None:
+            key = f"actor.{label}.speculate.path"
+            _compatible(config, key, proposing.path, size, tokenizer, "tokens that it proposes")
     for key, path in _teachers(config).items():
         model = _compatible(config, key, path, size, tokenizer, "distances to it")
         _check_heads("teacher.engine", model, config.teacher.engine.actor)
@@ -153,6 +156,7 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
         f"critic.kind={config.critic.kind}": config.critic.trained,
         "bitwise=true": config.bitwise,
         f"learner.fp8={config.learner.fp8}": config.learner.fp8 != "none",
+        **{f"actor.{n}.speculate": a.speculate is not None for n, a in config.actor.items()},
     }
     used = next((setting for setting, on in unproven.items() if on), "")
     refuse(bool(used), f"{whose}, which is not proven with {used}: choose a dense model.")

@@ -186,6 +186,11 @@ def check_simulated(config: RunConfig) -> None:
     )
     for label, actor in config.actor.items():
         refuse(
+            actor.speculate is not None,
+            f"actor.{label}.speculate cannot be planned: a forecast decodes one token of a request "
+            "in a step. Plan the run without it.",
+        )
+        refuse(
             actor.kv_on_update == "keep" and config.schedule.on_publish == "in_flight",
             f"actor.{label}.kv_on_update=keep cannot be planned: a forecast computes prefixes "
             "again after every publication. Plan the run with kv_on_update=recompute.",

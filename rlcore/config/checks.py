@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
-from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
+from rlcore.config.kinds import (
+    check_kinds,
+    check_shares,
+    check_speculation,
+    check_targets,
+    shown,
+)
 from rlcore.config.learner_checks import (
     check_bitwise,
     check_critic,
@@ -480,6 +486,7 @@ RULES = (
     check_kinds,
     check_shares,
     check_targets,
+    check_speculation,
     check_round_as,
     check_bitwise,
     check_critic,

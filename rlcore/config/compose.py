@@ -118,8 +118,13 @@ def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
 
 
 def _actor(actor: ActorSection) -> ActorSection:
-    update = {"draft_path": _path(actor.draft_path), "engine": _code(actor.engine)}
+    update: dict[str, Any] = {
+        "draft_path": _path(actor.draft_path),
+        "engine": _code(actor.engine),
+    }
     own = actor.correction and _corrections(actor.correction)
+    if (proposing := actor.speculate) is not None:
+        update["speculate"] = proposing.model_copy(update={"path": _model(proposing.path)})
     return actor.model_copy(update={**update, "correction": own})
 
 

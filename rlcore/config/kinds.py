@@ -1,4 +1,5 @@
-"""Rules of runs whose actors are of several kinds: their lists of corrections and their shares."""
+"""Rules of kinds of actors: their lists of corrections, their shares, and what may be with a model
+that proposes their tokens."""
 
 from __future__ import annotations
 
@@ -29,6 +30,28 @@ def check_kinds(c: RunConfig) -> None:
                     f"in {label}, which decides what all actors sample or what the loss is of: "
                     "use it with the same settings in both, or in neither.",
                 )
+
+
+def check_speculation(c: RunConfig) -> None:
+    """Refuse what a model that proposes tokens would make wrong, or was not shown with."""
+    lora = c.learner.lora
+    dvp = any(isinstance(spec, DvpSpec) for spec in c.correction.chosen().values())
+    min_p = f"rollout.min_p={c.rollout.min_p:g}"
+    unproven = {
+        "bitwise=true": c.bitwise,
+        "learner.router_replay=true": c.learner.router_replay,
+        "learner.lora.publish=adapter": lora is not None and lora.publish == "adapter",
+        "schedule.colocated=true": c.schedule.colocated,
+        f"cluster.transport={c.cluster.transport}": c.cluster.transport in ("nccl", "ipc"),
+    }
+    for key in (f"actor.{label}.speculate" for label, a in c.actor.items() if a.speculate):
+        refuse(
+            dvp or c.rollout.min_p > 0,
+            f"{key} cannot be combined with {'correction=dvp' if dvp else min_p}: vLLM verifies "
+            "proposed tokens without min_p, so leave one of them out.",
+        )
+        for other, used in unproven.items():
+            refuse(used, f"{key} is not proven with {other}: leave one of them out.")
 
 
 def check_shares(c: RunConfig) -> None:

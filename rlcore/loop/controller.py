@@ -154,6 +154,7 @@ class RowWriter:
             "time/rollout_s": self._fleet.take_busy_s(),
             "time/publish_s": 0.0,
             **self._fleet.step_costs(),
+            **self._fleet.accepted(),
             **self._fleet.environment_figures(),
             **others,
             "time/step_s": step_s,

@@ -42,7 +42,8 @@ class Fleet:
         self.colocated = schedule.colocated  # engines sleep while the learner trains
         self._note = note
         self.busy_s: dict[str, float] = {}  # of all training actors by label, at `take_busy_s`
-        self._busy_before: dict[str, tuple[int, float]] = {}  # name -> (pid, its seconds so far)
+        # (name, counter) -> (pid, its value in that process so far)
+        self._counted: dict[tuple[str, str], tuple[int, float]] = {}
         self._roster = Roster(pools)
         self._weights = WeightLoading(self._roster, schedule, supervision)
         self._together = JointLoading(self._roster, schedule.on_publish)
@@ -194,7 +195,7 @@ class Fleet:
         """Seconds inside engine steps since the last call, by the newest heartbeats: mean over the
         training actors at work, 0 while there is none."""
         at_work = [m for m in self._roster.healthy() if m.pool.purpose != "evaluation"]
-        spent = [(m.pool.label, self._busy_s(m)) for m in at_work]
+        spent = [(m.pool.label, self._since(m, "busy_s")) for m in at_work]
         self.busy_s = {}
         for label, seconds in spent:
             self.busy_s[label] = self.busy_s.get(label, 0.0) + seconds
@@ -215,6 +216,20 @@ class Fleet:
                 said.setdefault(f"engine/{member.pool.label}/{name}", []).append(seconds)
         return {name: sum(values) / len(values) for name, values in said.items()}
 
+    def accepted(self) -> dict[str, float]:
+        """Return the share of proposed tokens that were accepted since the last call, by the newest
+        heartbeats, as metrics of each label whose actors were proposed some."""
+        said: dict[str, list[float]] = {}
+        for member in self._roster.healthy():
+            counts = said.setdefault(member.pool.label, [0.0, 0.0])
+            for i, name in enumerate(("proposed", "accepted")):
+                counts[i] += self._since(member, name)
+        return {
+            f"engine/{label}/accepted": accepted / proposed
+            for label, (proposed, accepted) in said.items()
+            if proposed
+        }
+
     def environment_figures(self) -> dict[str, float]:
         """Return metrics of the environments by the newest heartbeats; none without episodes."""
         total: dict[str, float] = {}
@@ -232,11 +247,12 @@ class Fleet:
             "environment/unreadable_turns": total["unreadable_turns"],
         }
 
-    def _busy_s(self, member: Member) -> float:
+    def _since(self, member: Member, name: str) -> float:
+        """What a counter of a member's heartbeat grew by since the last call."""
         status = member.process.status
         if not status:  # no heartbeat of this process yet
             return 0.0
-        pid, seconds = status["pid"], status["busy_s"]
-        before = self._busy_before.get(member.name, (pid, 0.0))
-        self._busy_before[member.name] = (pid, seconds)
-        return float(seconds - before[1] if before[0] == pid else seconds)
+        pid, value = status["pid"], float(status.get(name, 0.0))
+        before = self._counted.get((member.name, name), (pid, 0.0))
+        self._counted[member.name, name] = (pid, value)
+        return value - before[1] if before[0] == pid else value

@@ -214,7 +214,8 @@ class ActorClient(Protocol):
         """A heartbeat. The loop reads: "error" (None, or what ended the engine),
         "heartbeat_age_s" (seconds since the engine's thread last turned), "pid", "steps", "busy_s"
         (seconds inside engine steps), "decoding_s" (request id -> seconds, of those that have
-        sampled a token) and, if there, "costs" (of an engine step, seconds by name)."""
+        sampled a token) and, if there, "costs" (of an engine step, seconds by name), "proposed" and
+        "accepted" (tokens, of another model)."""
 
     def kill(self) -> None:
         """End the process at once. Does not wait."""

@@ -192,6 +192,16 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
     Metric("engine/<label>/context_s", "s", "more for each token of their contexts", "last"),
     Metric("engine/<label>/prompt_s", "s", "more for each token of prompts that are new", "last"),
     Metric(
+        "engine/<label>/accepted",
+        "share",
+        "of the tokens that another model proposed since the last row, accepted by these actors "
+        "(actor.LABEL.speculate)",
+        "last",
+        healthy="steady: each proposal that is accepted saves a step",
+        otherwise="it falls as the policy moves away from the proposing model: give a newer "
+        "actor.LABEL.speculate.path",
+    ),
+    Metric(
         "environment/open",
         "episodes",
         "being played; each has one of the actors' places (`environment.concurrency`)",

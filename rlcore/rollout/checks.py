@@ -19,6 +19,10 @@ def check_model(job: EngineJob) -> None:
     config = read_config(job.model_path)
     check_length(config, job.max_len)
     check_vocabulary(job.model_path, job.policy_path)
+    if (proposing := job.actor.speculate) is not None:
+        key = f"{job.key}.speculate.path"
+        check_length(read_config(proposing.path), job.max_len, whose=f"{key}={proposing.path}")
+        check_vocabulary(proposing.path, job.model_path, key=key)
     if job.actor.tensor_parallel > 1:
         check_heads(attention_heads(config), job.actor.tensor_parallel, key=job.key)
 
@@ -46,7 +50,9 @@ def check_heads(heads: tuple[int, int], tensor_parallel: int, *, key: str = "act
         )
 
 
-def check_vocabulary(model_path: str | Path, policy_path: str | Path | None) -> None:
+def check_vocabulary(
+    model_path: str | Path, policy_path: str | Path | None, *, key: str = "actor.draft_path"
+) -> None:
     """Raise UserError if tokenizer and model do not match, or actor and policy differ in
     vocabulary."""
     size = int(read_config(model_path)["vocab_size"])
@@ -61,8 +67,8 @@ def check_vocabulary(model_path: str | Path, policy_path: str | Path | None) -> 
     other = int(read_config(policy_path)["vocab_size"])
     if other != size or load_tokenizer(policy_path).get_vocab() != vocabulary:
         raise UserError(
-            f"actor.draft_path={model_path} has another vocabulary ({size} tokens) than the policy "
-            f"{policy_path} ({other} tokens): choose a draft model with the policy's tokenizer and "
+            f"{key}={model_path} has another vocabulary ({size} tokens) than the policy "
+            f"{policy_path} ({other} tokens): choose a model with the policy's tokenizer and "
             "vocab_size."
         )
 

@@ -254,6 +254,7 @@ class RequestBook:
             draw = self.active.get(out.request_id)
             if draw is None:  # aborted while the step ran
                 continue
+            out = self._until_stop(draw, out)
             context = len(draw.request.prompt_ids) + len(draw.tokens)
             if draw.decoding_since is None:
                 draw.decoding_since = since
@@ -264,7 +265,7 @@ class RequestBook:
             draw.extras |= out.extras or {}
             if out.routes is not None:
                 draw.routes.add(out.routes)
-            if (reason := self._finish_reason(draw, out)) is not None:
+            if (reason := out.finish) is not None:
                 del self.active[out.request_id]
                 self._name_precise(draw)
                 done.append(draw.finish(reason, self._job.actor_id, self._job.actor.reported_kind))
@@ -288,12 +289,19 @@ class RequestBook:
             if d.started
         }
 
-    def _finish_reason(self, draw: Draw, out: Output) -> FinishReason | None:
-        watcher = draw.watcher
-        if out.finish is None and watcher and any(watcher.push(t) for t in out.tokens):
-            self._core.abort([out.request_id])
-            return "stop"
-        return out.finish
+    def _until_stop(self, draw: Draw, out: Output) -> Output:
+        """The output up to the token that completes a stop string, where one does: a step may give
+        several tokens, and the core may have ended the request at the last of them."""
+        if draw.watcher is None:
+            return out
+        seen = out.tokens if out.finish is None else out.tokens[:-1]
+        for count, token in enumerate(seen, 1):
+            if draw.watcher.push(token):
+                if out.finish is None:
+                    self._core.abort([out.request_id])
+                rows = out.rows and (out.rows[0][:count], out.rows[1][:count])
+                return out._replace(tokens=out.tokens[:count], rows=rows, finish="stop")
+        return out
 
     # -- around a change of version ----------------------------------------------------------------
 

@@ -60,6 +60,14 @@ class RolloutSpec(Spec):
         )
 
 
+class SpeculateSpec(Spec):
+    """A small model proposes tokens, and the actor's own model accepts or replaces them, so that
+    they are distributed as its own (speculative decoding)."""
+
+    path: str = setting(meaning="Hugging Face folder of the model that proposes; it stays as it is")
+    tokens: int = setting(3, "proposed at a time", unit="tokens", gt=0, le=16)
+
+
 class ActorSpec(RoundingSpec):
     """Engines of one kind."""
 
@@ -70,6 +78,11 @@ class ActorSpec(RoundingSpec):
             "num_gpus above 0 is no CPU",
         ),
         Unread(("gpu_memory_utilization",), lambda spec: spec.on_cpu, "num_gpus=0 has no GPU"),
+        Unread(
+            ("cpu_fast_path",),
+            lambda spec: spec.on_cpu and spec.speculate is not None,
+            "with speculate, all steps are vLLM's own",
+        ),
         Unread(
             ("fp32_head",),
             lambda spec: spec.compute_dtype == "float32",
@@ -135,6 +148,7 @@ class ActorSpec(RoundingSpec):
     )
     fp8_kv_cache: bool = setting(False, "GPU: keys and values in FP8")
     sparse: SparseSpec | None = None
+    speculate: SpeculateSpec | None = None
     draft_path: str | None = setting(None, "kind draft: its Hugging Face folder")
     draft_fresh: FreshModelSpec | None = None
     logit_noise: float = setting(0.0, "std of noise added to actor logits, to study mismatch", ge=0)
@@ -165,14 +179,14 @@ class ActorSpec(RoundingSpec):
     def on_second_runner(self) -> bool:
         """`second_runner` with null resolved."""
         if self.second_runner is None:
-            return not self.on_cpu and not self.wrong_logits
+            return not self.on_cpu and not self.wrong_logits and self.speculate is None
         return self.second_runner
 
     @property
     def schedules_ahead(self) -> bool:
         """`async_scheduling` with null resolved."""
         if self.async_scheduling is None:
-            return not self.on_cpu and not self.wrong_logits
+            return not self.on_cpu and not self.wrong_logits and self.speculate is None
         return self.async_scheduling
 
     @property
@@ -204,6 +218,7 @@ class ActorSpec(RoundingSpec):
         _check_sparse(self, key)
         _check_precision(self, key)
         _check_runner(self, key)
+        _check_speculation(self, key)
         refuse(
             self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
             f"{key}.draft_path={self.draft_path} and {key}.draft_fresh cannot be combined with "
@@ -250,6 +265,29 @@ def _check_runner(actor: ActorSpec, key: str) -> None:
             f"{key}.{name}=true cannot be combined with {key}.{actor.wrong_logits}="
             f"{getattr(actor, actor.wrong_logits or 'logit_noise'):g}, which is put on the logits "
             "of the first runner, so leave it null.",
+        )
+
+
+def _check_speculation(actor: ActorSpec, key: str) -> None:
+    """Beside a model that proposes, only what a test has shown to leave the distribution right."""
+    if actor.speculate is None:
+        return
+    wrong = actor.wrong_logits or "logit_noise"
+    for name, used, why in (
+        ("kind", actor.kind not in ("bf16", "fp8"), "proposals are accepted by a dense policy"),
+        ("engine", actor.engine != "vllm", "vLLM proposes and accepts"),
+        ("tensor_parallel", actor.tensor_parallel > 1, "it is not proven over several ranks"),
+        ("second_runner", bool(actor.second_runner), "it is proven on vLLM's first runner"),
+        ("async_scheduling", bool(actor.async_scheduling), "it is not proven so"),
+        ("fp8_kv_cache", actor.fp8_kv_cache, "it is not proven so"),
+        (wrong, bool(actor.wrong_logits), "vLLM then puts no errors on the logits"),
+    ):
+        value = getattr(actor, name)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        refuse(
+            used,
+            f"{key}.speculate cannot be combined with {key}.{name}={shown}: {why}, so leave "
+            f"{key}.speculate null or {name} at its default.",
         )
 
 

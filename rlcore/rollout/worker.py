@@ -28,6 +28,8 @@ class Counters:
 
     steps: int = 0
     tokens: int = 0
+    proposed: int = 0  # tokens, by another model (`ActorSpec.speculate`)
+    accepted: int = 0  # of these
     submitted: int = 0
     finished: int = 0
     running: int = 0
@@ -423,6 +425,8 @@ class RolloutWorker:
         c.steps += 1
         load = self._engine.load_of_step()
         c.tokens += load.tokens
+        c.proposed += load.proposed
+        c.accepted += load.accepted
         self._costs.add(load, c.last_step - begun + self._beside_s)
         self._beside_s = 0.0
 

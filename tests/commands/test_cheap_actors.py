@@ -10,6 +10,9 @@ import pytest
 from conftest import rows
 from safetensors.numpy import load_file
 
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import FreshModelSpec
+
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 # 81 tokens in 6 pages of 16: a budget of 2 bites
@@ -274,3 +277,25 @@ def test_a_cotrained_draft_gets_its_own_weights(command, small, tmp_path):
         == 32
         != policy["model.embed_tokens.weight"].shape[1]
     )
+
+
+@pytest.mark.slow
+def test_proposed_tokens_leave_a_run_on_policy(command, small, tmp_path):
+    """Slow: engines that speculate are in tests/rollout/engines/test_speculation.py."""
+    run_dir = tmp_path / "run"
+    spec = FreshModelSpec(layers=1, vocab_size=64)  # the experiment's vocabulary
+    proposing = build_fresh_model(tmp_path / "small", "0123456789=", spec, seed=3, max_len=128)
+    _run(
+        command,
+        "train",
+        *small,
+        f"actor.bf16.speculate={{path: {proposing}, tokens: 2}}",
+        f"run_dir={run_dir}",
+        "schedule.steps=8",
+        "cluster.heartbeat_s=0.1",
+    )
+    found = rows(run_dir)
+    assert len(found) == 8 and max(row["staleness/max"] for row in found) == 1
+    assert found[0]["mismatch/abs_dlogp_mean"] < 1e-5  # of the same version
+    shares = [row["engine/bf16/accepted"] for row in found if "engine/bf16/accepted" in row]
+    assert shares and all(0 <= share <= 1 for share in shares)

@@ -123,6 +123,7 @@ def test_a_gpu_s_forecast_of_an_environment_takes_its_turns_from_the_words(tmp_p
         "teacher.engine.num_gpus=0 scores on CPUs",
     ),
     (["gpu=h100", "shape=qwen3-8b", "gpus=8", "teacher=policy"], "teacher=policy takes memory"),
+    (["gpu=h100", "actor.bf16.speculate={path: x}"], "actor.bf16.speculate cannot be planned"),
     (["gpu=h100", "actor.bf16.kv_on_update=keep"], "actor.bf16.kv_on_update=keep cannot be"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):

@@ -173,6 +173,14 @@ def test_a_draft_of_another_width_is_refused(model, tmp_path):
         _drafted(model, _draft(tmp_path, vocab_size=40))
 
 
+def test_a_proposing_model_must_have_the_policy_s_vocabulary(model, tmp_path):
+    word = "actor.bf16.speculate={{path: {}}}"
+    fits, other = _made(tmp_path / "fits", ALPHABET), _made(tmp_path / "other", ALPHABET + "x")
+    prepared(model, word.format(fits))
+    with pytest.raises(UserError, match=r"^actor\.bf16\.speculate\.path=.*tokens that it proposes"):
+        prepared(model, word.format(other))
+
+
 def test_a_draft_of_another_end_of_sequence_is_refused(model, tmp_path):
     draft = _draft(tmp_path)
     tokenizer = build_char_tokenizer(ALPHABET)

@@ -101,6 +101,7 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
         (MIXTURE, ["teacher=previous"], "not proven with teacher.kind=previous"),
         (MIXTURE, ["algorithm=ppo", "critic=model"], "not proven with critic.kind=model"),
         (MIXTURE, ["bitwise=true", "schedule=on_policy"], "not proven with bitwise=true"),
+        (MIXTURE, ["actor.bf16.speculate={path: x}"], "not proven with actor.bf16.speculate"),
     ],
 )
 def test_what_does_not_go_with_a_mixture_of_experts_is_refused(model, words, says):

@@ -16,6 +16,7 @@ GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 BLOCKS = "actor.sparse.sparse={{blocks:4,prompt:block,prompt_block:{}}}"
 LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
 BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
+SPECULATING = "actor.bf16.speculate={path: x}"
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
 SHARES = [*GPUS, "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5", "cluster.transport=ipc"]
 BITWISE = ("bitwise=true", "schedule=on_policy")
@@ -289,6 +290,29 @@ REFUSED = [  # words; parts that the sentence must hold
         ["experiment=draft_frozen", "actor.draft.rounding=fp8"],
         ["actor.draft.rounding=fp8", "actor.draft.kind=draft"],
     ),
+    *(
+        ([SPECULATING, *words], ["actor.bf16.speculate", *said])
+        for words, said in (
+            (["actor.bf16.tensor_parallel=2"], ["tensor_parallel=2"]),
+            (["actor.bf16.engine=x.py:Mine"], ["engine="]),
+            (["actor.bf16.logit_noise=0.5"], ["logit_noise=0.5"]),
+            (["actor.bf16.probability_floor=0.5"], ["probability_floor=0.5"]),
+            (["actor.bf16.num_gpus=1", "actor.bf16.second_runner=true"], ["second_runner=true"]),
+            (["actor.bf16.num_gpus=1", "actor.bf16.async_scheduling=true"], ["async_scheduling"]),
+            (["actor.bf16.num_gpus=1", "actor.bf16.fp8_kv_cache=true"], ["fp8_kv_cache=true"]),
+            (["rollout.min_p=0.1"], ["rollout.min_p=0.1"]),
+            (["correction=dvp"], ["correction=dvp", "min_p"]),
+            (["bitwise=true"], ["bitwise=true"]),
+            (["learner.lora={publish: adapter}"], ["learner.lora.publish=adapter"]),
+            (["schedule=on_policy", "schedule.colocated=true"], ["schedule.colocated=true"]),
+            ([*GPUS, "cluster.transport=nccl"], ["cluster.transport=nccl"]),
+        )
+    ),
+    (
+        ["actor=sparse", "actor.sparse.speculate={path:x}"],
+        ["actor.sparse.speculate", "kind=sparse"],
+    ),
+    (["actor.bf16.speculate={path:x,tokens:0}"], ["actor.bf16.speculate.tokens=0"]),
     (["actor.bf16.scales=channel"], ["actor.bf16.scales=channel", "kind=bf16"]),
     (
         ["actor=fp8", "actor.fp8.rounding=mxfp4", "actor.fp8.scales=block"],

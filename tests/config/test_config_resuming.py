@@ -54,6 +54,7 @@ FREE = {
         "count dtype num_cpus num_gpus tensor_parallel max_num_seqs kv_cache_gib "
         "gpu_memory_utilization timeout_s"
     ),
+    "actor.LABEL.speculate": "path tokens",
     "actor.LABEL.target": "statistic moves value least most rate band",
     "actor.LABEL.share": "shape start end steps",
     "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step prompt "

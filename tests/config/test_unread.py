@@ -132,6 +132,7 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         for name, value, dead, alive in [
             ("kv_cache_gib", "2.0", GPU, ""),
             ("cpu_fast_path", "false", GPU, ""),
+            ("cpu_fast_path", "false", "actor.bf16.speculate={path:x}", ""),
             ("gpu_memory_utilization", "0.5", "", GPU),
             ("fp32_head", "true", "", "actor.bf16.dtype=bfloat16"),
             ("keep_high_precision", "[]", "", "actor.bf16.rounding=fp8"),

@@ -314,6 +314,19 @@ def test_costs_of_steps_are_the_mean_over_the_actors_of_a_label_that_say():
     play(scenario)
 
 
+def test_accepted_proposals_are_counted_since_the_last_row_over_the_actors_of_a_label():
+    async def scenario(world):
+        first, second = (m.process for m in world.fleet.members)
+        first.status, second.status = {"pid": 1}, {"pid": 2, "proposed": 10, "accepted": 5}
+        assert world.fleet.accepted() == {"engine/bf16/accepted": 0.5}
+        first.status = {"pid": 1, "proposed": 20, "accepted": 4}
+        second.status = {"pid": 2, "proposed": 20, "accepted": 10}
+        assert world.fleet.accepted() == {"engine/bf16/accepted": 9 / 30}
+        assert world.fleet.accepted() == {}
+
+    play(scenario)
+
+
 def test_figures_of_environments_are_summed_over_the_actors_that_play():
     playing = {"open": 3, "waiting": 2, "environment_s": 1.0, "calls": 4}
     playing |= {"errors": 1, "timeouts": 0, "unreadable_turns": 5}

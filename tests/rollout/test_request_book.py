@@ -96,6 +96,38 @@ def test_a_stop_string_ends_a_response_and_keeps_its_tokens(core, book):
     assert stopped.finish_reason == "stop" and not core.queue
 
 
+class ThreeAtOnce(FakeCore):
+    """Up to three tokens of a request in a step, as where another model proposes some."""
+
+    def step(self):
+        found: dict[str, Output] = {}
+        for out in (out for _ in range(3) for out in super(ThreeAtOnce, self).step()):
+            before = found.get(out.request_id)
+            if before is not None:
+                rows = tuple(np.concatenate(pair) for pair in zip(before.rows, out.rows))
+                out = out._replace(tokens=before.tokens + out.tokens, rows=rows)
+            found[out.request_id] = out
+        return list(found.values())
+
+
+@pytest.mark.parametrize("tokens", [29, 30])
+def test_of_several_tokens_in_a_step_those_beyond_the_stop_string_are_dropped(book, tokens):
+    tokenizer, several = build_char_tokenizer(ALPHABET), ThreeAtOnce()
+    book.add(ask(1, max_new_tokens=tokens))
+    (whole,) = drain(book)
+    text = tokenizer.decode(whole.sampled_ids)
+    for place in range(tokens - 1):  # also in a step at whose end the core ends the request
+        stop = text[place : place + 2]
+        records = []
+        for each in (book, make_book(several)):
+            each.add(ask(1, max_new_tokens=tokens, stop=(stop,)))
+            records += drain(each)
+        one, three = records
+        assert three.sampled_ids.tolist() == one.sampled_ids.tolist()
+        assert three.finish_reason == one.finish_reason
+        assert len(three.logp_inf) == len(one.logp_inf) and not several.queue
+
+
 def test_withdrawn_requests_keep_their_tokens_and_get_other_draws(core, book):
     book.add(ask(2))
     whole = drain(book)

@@ -11,6 +11,7 @@ from rollout_fakes import WEIGHTS, FakeEngine, ask
 from timing import deadline, wait_until
 
 from rlcore.errors import DeadlineExceeded
+from rlcore.interfaces import StepLoad
 from rlcore.rollout.worker import RolloutWorker
 from rlcore.weights.manifest import ArrivalError, make_manifest
 from rlcore.weights.stream import whole
@@ -82,6 +83,15 @@ def test_finished_trajectories_stream_out_while_others_run(worker, sink):
     assert status["busy_s"] > 0
     assert set(status["costs"]) == {"step_s", "request_s", "context_s", "prompt_s"}
     assert all(seconds >= 0 for seconds in status["costs"].values())
+
+
+def test_proposed_and_accepted_tokens_are_counted(engine, worker, sink, monkeypatch):
+    monkeypatch.setattr(engine, "load_of_step", lambda: StepLoad(3, proposed=4, accepted=2))
+    worker.submit(ask(2)).result(WAIT_S)
+    sink.wait(2)
+    wait_until(lambda: worker.status()["waiting"] == 0, 30, "the end")
+    status = worker.status()
+    assert status["proposed"] == 2 * status["accepted"] == 4 * status["steps"] > 0
 
 
 def test_the_idle_worker_still_has_a_heartbeat(worker):

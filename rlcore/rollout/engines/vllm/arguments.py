@@ -65,7 +65,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         max_model_len=job.max_len,
         max_num_seqs=actor.max_num_seqs,
         max_num_batched_tokens=actor.max_batched_tokens
-        or max(_SMALLEST_STEP, job.max_len, actor.max_num_seqs),
+        or max(_SMALLEST_STEP, job.max_len, actor.max_num_seqs * _tokens_a_step(actor)),
         enforce_eager=actor.eager,
         enable_prefix_caching=actor.prefix_caching,
         max_logprobs=max(1, min(job.logprobs_k, vocab)),
@@ -88,10 +88,29 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         hf_overrides={"head_dtype": "float32"} if actor.fp32_head else {},
         **_cpu_options(actor),
         **_sparse_options(actor),
+        **_speculation_options(actor),
         logits_processors=processors(actor),
         additional_config=_own_config(actor),
         **_expert_options(job),
     )
+
+
+def _tokens_a_step(actor: ActorSpec) -> int:
+    """Tokens that one decoding request may have in a step: its own, and what is proposed."""
+    return 1 if actor.speculate is None else 2 * (1 + actor.speculate.tokens)
+
+
+def _speculation_options(actor: ActorSpec) -> dict[str, Any]:
+    """A model that proposes its likeliest tokens: vLLM would draw them without a request's seed."""
+    if actor.speculate is None:
+        return {}
+    proposing = {
+        "method": "draft_model",
+        "model": actor.speculate.path,
+        "num_speculative_tokens": actor.speculate.tokens,
+        "draft_sample_method": "greedy",
+    }
+    return {"speculative_config": proposing}
 
 
 def _memory_share(actor: ActorSpec) -> float:

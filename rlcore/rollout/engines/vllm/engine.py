@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rlcore.interfaces import Wake, WeightStream
+from rlcore.interfaces import StepLoad, Wake, WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.arguments import engine_args
-from rlcore.rollout.engines.vllm.patches import ROUTES
+from rlcore.rollout.engines.vllm.patches import PROPOSALS, ROUTES
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
 from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN, RULE
 from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
@@ -68,8 +69,13 @@ class VllmCore(DecodeCore):
         self.by_modules: str | None = "cpu_fast_path is false"
         #: why the common positions of requests are not computed once; None: they are
         self.unshared: str | None = "cpu_fast_path is false"
+        self._proposals: Proposals | None = None
         if job.bitwise:
             self.by_modules, self.unshared = self.rpc("rl_run_bitwise"), "bitwise is true"
+        elif job.actor.speculate is not None:
+            self.by_modules = self.unshared = "another model proposes tokens (speculate)"
+            self.rpc("rl_speculate")
+            self._proposals = Proposals(self._core.engine_core.scheduler)  # type: ignore[attr-defined]
         elif job.actor.cpu_fast_path:
             self._use_fast_path()
         if job.routes and on_cpu():
@@ -179,6 +185,10 @@ class VllmCore(DecodeCore):
                 raise RuntimeError(f"one of the engine's {self._ranks} ranks died") from e
             raise
 
+    def take_proposals(self) -> tuple[int, int]:
+        """Tokens that another model proposed since the last call, and how many were accepted."""
+        return (0, 0) if self._proposals is None else self._proposals.take()
+
     def running(self) -> int:
         """Requests in the current batch."""
         return len(self._core.engine_core.scheduler.running)  # type: ignore[attr-defined]
@@ -237,6 +247,26 @@ class VllmCore(DecodeCore):
     def close(self) -> None:
         """Stop the engine and free its memory."""
         self._core.shutdown()
+
+
+class Proposals:
+    """Counts what a speculating engine's scheduler sees of proposed tokens."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._counts = [0, 0]  # proposed, accepted
+        PROPOSALS.replace(self._observe, of=scheduler)
+
+    def _observe(
+        self, stats: None, num_draft_tokens: int, num_accepted_tokens: int, *_: Any, **__: Any
+    ) -> None:
+        self._counts[0] += num_draft_tokens
+        self._counts[1] += num_accepted_tokens
+
+    def take(self) -> tuple[int, int]:
+        """(proposed, accepted) since the last call."""
+        proposed, accepted = self._counts
+        self._counts = [0, 0]
+        return proposed, accepted
 
 
 def start_llm(job: EngineJob, vocab: int) -> LLMEngine:
@@ -316,6 +346,11 @@ class VllmEngine(BookedEngine):
         # vLLM's attention plans with OpenMP's before that: read it, which sets OpenMP's.
         torch.get_num_threads()
         return super().step()
+
+    def load_of_step(self) -> StepLoad:
+        """Return the work of the last step."""
+        proposed, accepted = self.core.take_proposals()
+        return replace(super().load_of_step(), proposed=proposed, accepted=accepted)
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -50,6 +50,17 @@ DRAWS = _patch(
 ROUTES = _patch(
     "v1.core.sched.scheduler:Scheduler", "aux_output_connector", "to return experts on the CPU"
 )
+SAMPLING_BY_TOKEN = _patch(
+    "v1.sample.rejection_sampler",
+    "expand_batch_to_tokens",
+    "because on a CPU it writes temperatures, top-p and top-k into a copy and returns memory that "
+    "was never written",
+)
+PROPOSALS = _patch(
+    "v1.core.sched.scheduler:Scheduler",
+    "make_spec_decoding_stats",
+    "to count proposed and accepted tokens without the rest of its statistics",
+)
 SECOND_RUNNER_REQUESTS = _patch(
     "v1.worker.gpu.sample.sampler:Sampler", "add_request", "to note lengths of prompts"
 )
@@ -66,6 +77,8 @@ PATCHES = (
     LOGITS,
     DRAWS,
     ROUTES,
+    SAMPLING_BY_TOKEN,
+    PROPOSALS,
     SECOND_RUNNER_REQUESTS,
 )
 

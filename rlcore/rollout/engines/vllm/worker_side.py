@@ -27,7 +27,13 @@ from rlcore.models.folder import INDEX_FILE, weight_files
 from rlcore.models.largest import largest
 
 # Imported here too, so that every rank's process registers the loader and the receivers.
-from rlcore.rollout.engines.vllm.patches import LOGPROBS, ONEDNN, SGL_KERNEL, is_second
+from rlcore.rollout.engines.vllm.patches import (
+    LOGPROBS,
+    ONEDNN,
+    SAMPLING_BY_TOKEN,
+    SGL_KERNEL,
+    is_second,
+)
 from rlcore.rollout.engines.vllm.platform import on_cpu
 from rlcore.rollout.engines.vllm.worker_extension import WeightExtension, second_names
 from rlcore.weights.experts import as_held
@@ -220,6 +226,11 @@ class WorkerSide(WeightExtension):
 
         install(self.model_runner)
 
+    def rl_speculate(self) -> None:
+        """Verify proposed tokens at the settings of their requests, on the CPU."""
+        if on_cpu():
+            SAMPLING_BY_TOKEN.replace(_by_token)
+
     def rl_share_prompts(self) -> str | None:
         """Compute the common prefixes of a step's requests once, on the CPU. Returns why not, None
         if it does."""
@@ -287,6 +298,20 @@ def _gather_logprobs(
     ids = torch.cat((sampled, top_ids), dim=1).to(torch.int32)
     rows = torch.cat((logprobs.gather(-1, sampled), top), dim=1)
     return LogprobsTensors(ids, rows, torch.zeros_like(token_ids))
+
+
+def _by_token(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """vLLM's expand_batch_to_tokens: `values` [requests] of each of their `tokens` proposed tokens
+    [tokens], which end at `ends` [requests]; `replace_from` becomes `replace_to`."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    kept = torch.where(values == replace_from, replace_to, values).to(values.dtype)
+    return kept.repeat_interleave(counts, output_size=tokens)
 
 
 def _keep_weights_live() -> None:
