@@ -157,7 +157,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def unfinished(self) -> int:
-        """Requests queued, running or held back by a drain."""
+        """Requests queued, running or held back."""
 
     @abstractmethod
     def running(self) -> int:
@@ -171,6 +171,11 @@ class RolloutEngine(ABC):
     def decoding_s(self) -> dict[str, float]:
         """Seconds of decode steps since the first token of each request that has one; waiting and
         loading weights do not count."""
+
+    def hold_newer(self, full: float) -> None:
+        """Optional. From now on requests of newer versions wait while one of an older version is
+        unfinished and at least `full` are in the batch (infinity: none waits): answers for the
+        next step are whole sooner, at the price of smaller steps."""
 
     @abstractmethod
     def begin_drain(self) -> None:

@@ -7,8 +7,9 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from statistics import NormalDist
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlcore.buffer.shard import ShardReport
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.planner.specs import ActorRates
 from rlcore.references import RecordReference
+from rlcore.rollout.worker import JOIN_COST, SpareTime
 from rlcore.seeding import derive_seed
 from rlcore.serialization import RecordHeader
 from rlcore.simulate.actors import FakeActor, SimulatedRequest, Speed
@@ -183,6 +185,9 @@ class RatedActor(FakeActor):
         self._had = 0  # tokens that the running requests have sampled, together
         self._turns: list[tuple[int, int]] = []  # (count of steps, the version from there on)
         self._stale = False  # prefixes of what runs are of older weights
+        self._asked: Counter[int] = Counter()  # running requests by the version they came at
+        self._spare = SpareTime(self._now)
+        self._hold_newer = False
         speed = Speed(
             step_s=rates.step_seconds(1, rates.reads(prompt)) * unit,
             load_s=rates.load_s,
@@ -195,8 +200,10 @@ class RatedActor(FakeActor):
         while True:
             self._work.clear()
             if not self._can_step():
-                self._stepped_at = self._now()
+                begun = self._stepped_at = self._now()
+                idle = bool(self._steps) and not self._loading and not self.asleep
                 await self._work.wait()
+                self._spare.add(self._now() - begun if idle else 0.0)
                 continue
             await self._prefill()
             await self._decode()
@@ -218,8 +225,11 @@ class RatedActor(FakeActor):
         """Begin the requests that fit; the real tokens of their contexts that need no computing."""
         cached = 0
         while self._waiting and not self._draining and len(self._running) < self.speed.max_running:
-            name = next(iter(self._waiting))
+            name = self._next()
+            if name is None:
+                break
             drawing = self._running[name] = self._waiting.pop(name)
+            self._asked[drawing.asked] += 1
             had = len(drawing.versions)
             self._had += had
             self._began[name] = self._steps, self._decoded_s
@@ -227,6 +237,19 @@ class RatedActor(FakeActor):
             heapq.heappush(self._ends, (end, next(self._order), drawing))
             cached += self._cached(drawing)
         return cached
+
+    def _take_in(self, drawing: SimulatedRequest) -> None:
+        drawing.asked = self.version
+        super()._take_in(drawing)
+
+    def _next(self) -> str | None:
+        """The request that is begun next, if any may (`RolloutEngine.hold_newer`)."""
+        if not self._hold_newer:
+            return next(iter(self._waiting))
+        drawing = min(self._waiting.values(), key=attrgetter("asked"))
+        older = any(n and version < drawing.asked for version, n in self._asked.items())
+        step_s = self.rates.step_seconds(len(self._running), self._read())
+        return None if older and step_s >= (1 + JOIN_COST) * self.rates.decode_s else drawing.name
 
     def _until(self, drawing: SimulatedRequest) -> int:
         """How many tokens a request that is begun has when it leaves the engine."""
@@ -304,6 +327,7 @@ class RatedActor(FakeActor):
         """A running request leaves the engine; returns the versions of its tokens, which are
         written into it, too."""
         runs = self._runs(drawing)
+        self._asked[drawing.asked] -= 1
         self._had -= self._sampled(drawing)
         drawing.decoding_s += self._decoded_s - self._began.pop(drawing.name)[1]
         drawing.versions = [version for version, count in runs for _ in range(count)]
@@ -338,6 +362,7 @@ class RatedActor(FakeActor):
 
     async def _take(self, version: int) -> dict[str, float]:
         self._stale = True
+        self._hold_newer = self._spare.next_version()
         return await super()._take(version)
 
     @property

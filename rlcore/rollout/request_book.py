@@ -4,6 +4,7 @@ that samples their tokens. Independent of the engine."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import time
@@ -105,7 +106,10 @@ class RequestBook:
         self.step_load = StepLoad()  # of the last step
         self._settled = StepLoad()  # of what `settle` gave, counted with the next step
         self._decode_s = 0.0  # a clock that runs during steps only
-        self._held: list[Draw] = []  # not started, waiting for a drain to end
+        #: so many requests in the core make newer ones wait while one of an older version is
+        #: unfinished
+        self.full_for_newer = math.inf
+        self._held: list[Draw] = []  # not in the core: they wait for a drain to end, or for others
         self._draining = False
         # A restarted process may have the pid of the one before it, so the pid alone is not unique.
         self._draws_of = f"{job.actor_id}:{os.getpid()}-{secrets.token_hex(4)}"
@@ -133,12 +137,20 @@ class RequestBook:
             t = earlier.get(draw.request.request_id)
             if t is not None and self._continues(draw, t):
                 draw.go_on(t)
-        if self._draining:
-            self._held += draws
+        self._held += draws
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Queue in the core what is held back and need not wait, in order."""
+        if self._draining or not self._held:
             return
-        for draw in draws:
-            draw.resubmissions += bool(draw.tokens)
-            self._submit(draw)
+        held, self._held = sorted(self._held, key=lambda d: d.version), []
+        oldest = min((d.version for d in self.active.values()), default=held[0].version)
+        for draw in held:
+            if draw.version <= oldest or len(self.active) < self.full_for_newer:
+                self.resubmit([draw])
+            else:
+                self._held.append(draw)
 
     def _continues(self, draw: Draw, t: Trajectory) -> bool:
         """Return whether the response can go on from tokens of another actor: versions within a
@@ -231,6 +243,9 @@ class RequestBook:
 
         Raises RuntimeError if the core failed a request.
         """
+        self._let_in()
+        if not self.active:
+            return []
         done = self._take(self._core.step)
         self.step_load += self._settled
         self._settled = StepLoad()
@@ -318,19 +333,18 @@ class RequestBook:
         """Let the requests that have sampled a token finish; hold back all others and all new."""
         if not self._draining:
             self._draining = True
-            self._held += self.withdraw(started=False)
+            self._held = self.withdraw(started=False) + self._held
 
     def hold_all(self) -> None:
         """Take every request out of the core, with its tokens, and hold it and all new requests
         until `end_drain`."""
         self._draining = True
-        self._held += self.withdraw(started=True)
+        self._held = self.withdraw(started=True) + self._held
 
     def end_drain(self) -> None:
         """Queue what was held back, in order, under the current version."""
         self._draining = False
-        held, self._held = self._held, []
-        self.resubmit(held)
+        self._let_in()
 
     def drained(self) -> bool:
         """True if a drain was begun and nothing runs any more."""
@@ -395,7 +409,12 @@ class BookedEngine(RolloutEngine):
         Raises RuntimeError if the core failed a request.
         """
         done, self._ready = self._ready, []
-        return done + self._book.decode() if self._book.active else done
+        return done + self._book.decode()
+
+    def hold_newer(self, full: float) -> None:
+        """From now on requests of newer versions wait while one of an older version is unfinished
+        and at least `full` are in the batch."""
+        self._book.full_for_newer = full
 
     def load_of_step(self) -> StepLoad:
         """Return the work of the last step."""

@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 
@@ -30,6 +31,16 @@ class StepCosts:
         products, times, steps = self._sums
         # replaced, so that another thread never reads half of an update
         self._sums = (products + np.outer(x, x), times + seconds * x, steps + 1)
+
+    def requests_at(self, share: float) -> float:
+        """How many requests of mean context cost a step this share of its `step_s`; infinity where
+        requests cost nothing, and before `FEWEST` steps."""
+        costs = self.fitted()
+        _, tokens, contexts, _ = self._sums[0][0]
+        if not costs or not tokens:
+            return math.inf
+        each = costs["request_s"] + costs["context_s"] * contexts / tokens
+        return share * costs["step_s"] / each if each > 0 else math.inf
 
     def fitted(self) -> dict[str, float]:
         """Costs by `NAMES`, in seconds; nothing before `FEWEST` steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -234,6 +235,42 @@ class Updates:
             self._draining = None
 
 
+# Of a step's fixed part: newer requests join older ones while all requests cost at most this share.
+JOIN_COST = 0.25
+
+
+class SpareTime:
+    """Tells an engine with time to spare by the share of its time in which it has no requests.
+
+    Newer requests then wait for older ones, and smaller steps are paid for with that time. Served
+    as they come, the answers of two steps are whole at once, and the engine idles in every second
+    step. The share shrinks by the waiting itself, so that it may end lower than it begins."""
+
+    BEGINS, ENDS = 0.1, 0.05
+    KEPT = 0.7  # of what was counted, with each version
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: a clock, in seconds."""
+        self._now = now
+        self._has = False
+        self._idle_s = self._all_s = 0.0
+        self._since = now()
+
+    def add(self, seconds: float) -> None:
+        """Seconds without requests, after the first."""
+        self._idle_s += seconds
+
+    def next_version(self) -> bool:
+        """Begin another version; return whether there is time to spare."""
+        now = self._now()
+        self._all_s += now - self._since
+        self._since = now
+        self._has = self._idle_s > self._all_s * (self.ENDS if self._has else self.BEGINS)
+        self._idle_s *= self.KEPT
+        self._all_s *= self.KEPT
+        return self._has
+
+
 # an idle thread still loops, so that its heartbeat differs from that of a hung one
 _IDLE_TURN_S = 0.1
 
@@ -249,9 +286,12 @@ class RolloutWorker:
         engine: RolloutEngine,
         on_finished: Callable[[list[Trajectory]], None],
         flush_interval_s: float = 0.05,
+        *,
+        turns: bool = False,
     ) -> None:
         """`on_finished` is called in the engine thread, at most every `flush_interval_s` while
-        there is work."""
+        there is work. `turns`: requests are turns of episodes, of which a newer one may belong to
+        an older group, so that none waits for another."""
         self._engine = engine
         self._on_finished = on_finished
         self._flush_interval_s = flush_interval_s
@@ -259,6 +299,8 @@ class RolloutWorker:
         self._finished: list[Trajectory] = []
         self._last_flush = time.monotonic()
         self._costs = StepCosts()
+        self._turns = turns
+        self._spare = SpareTime()
         self._beside_s = 0.0  # since the last step: taking requests, handing over answers
         self._error: BaseException | None = None
         self._asleep = False  # from `sleep` to `wake("all")`: nothing is decoded
@@ -319,6 +361,7 @@ class RolloutWorker:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
 
         def run() -> None:
+            self._order()
             self._engine.set_version(version)
             self.counters.version = version
 
@@ -402,17 +445,26 @@ class RolloutWorker:
         if not unfinished or c.heartbeat - self._last_flush >= self._flush_interval_s:
             self._flush()
         if (self._asleep or not unfinished) and not self._updates.draining:
+            begun = time.monotonic()
             self._commands.wait(_IDLE_TURN_S)
+            if c.steps and not self._asleep:
+                self._spare.add(time.monotonic() - begun)
 
     def _take_commands(self) -> None:
         # One update at a time; later commands keep their order.
         while (command := self._commands.take(updates=not self._updates.draining)) is not None:
             if isinstance(command, WeightUpdate):
+                self._order()
                 self._updates.begin(command)
             else:
                 begun = time.monotonic()
                 settle(command.future, command.run)
                 self._beside_s += time.monotonic() - begun
+
+    def _order(self) -> None:
+        """Before another version: say how many requests make newer ones wait until the next."""
+        waits = self._spare.next_version() and not self._turns
+        self._engine.hold_newer(self._costs.requests_at(JOIN_COST) if waits else math.inf)
 
     def _step(self) -> None:
         if self._asleep or not self._engine.unfinished() or self._engine.drained():

@@ -42,6 +42,7 @@ class SimulatedRequest:
     wanted: int  # tokens
     versions: list[int] = field(default_factory=list)  # of the tokens so far
     decoding_s: float = 0.0
+    asked: int = 0  # the version that its actor served when it came
     name: str = field(init=False)  # of the request
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from rlcore.planner.actor import PlannedScorer
 from rlcore.planner.forecast import forecast
 from rlcore.planner.run import PlannedFleet
 from rlcore.planner.specs import ActorRates, EpisodeSpec, LearnerRates, LengthSpec, Rates
+from rlcore.rollout.worker import SpareTime
 
 LENGTH, PROMPT, GROUPS, SAMPLES = 64, 16, 4, 2
 SEQUENCES = GROUPS * SAMPLES
@@ -93,6 +94,24 @@ def test_asynchronous_they_delay_a_batch_and_not_the_engine():
     rates = planned.rates.model_copy(update={"deliver_s": 0.5})
     plain, found = forecast(planned), forecast(replace(planned, rates=rates))
     assert found.step_s == pytest.approx(plain.step_s, rel=0.02)
+
+
+def test_an_engine_with_time_to_spare_serves_older_requests_first(monkeypatch):
+    """As `RolloutWorker` has it. Served as they come, two batches are whole at once, and the engine
+    is idle in every second step."""
+
+    def step_s(learn_s):
+        wide = {"groups_per_step": 16, "steps": 40, "max_staleness": 1, "on_publish": "in_flight"}
+        planned = fleet(learn_s=learn_s, spread=0.3, **wide)
+        engine = planned.actor_rates["bf16"]
+        engine = engine.model_copy(update={"decode_s": 0.01, "decode_request_s": 0.003})
+        found = forecast(replace(planned, max_tokens=160, actor_rates={"bf16": engine}))
+        return found.step_s
+
+    ordered, busy = step_s(6.0), step_s(0.1)
+    monkeypatch.setattr(SpareTime, "BEGINS", 1.0)
+    assert ordered < 0.95 * step_s(6.0)
+    assert busy == step_s(0.1)
 
 
 def test_answers_leave_an_engine_together_while_it_has_more(monkeypatch):

@@ -119,6 +119,9 @@ class FakeEngine(RolloutEngine):
     def running(self) -> int:
         return min(len(self.core.queue), self.core.running)
 
+    def hold_newer(self, full: float) -> None:
+        self.book.full_for_newer = full
+
     def load_of_step(self) -> StepLoad:
         return self.book.step_load
 

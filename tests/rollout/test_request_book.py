@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
 
 from rlcore.errors import UserError
@@ -235,6 +237,83 @@ def test_a_drain_finishes_what_has_started_and_holds_back_the_rest(core, book):
     assert [t.request_id for t in rest] == ["train:0:4", "train:0:5", "train:1:0", "train:1:1"]
     assert all(set(t.token_version) == {2} for t in rest)
     assert [r.request_id for r in core.added[-4:]] == [t.request_id for t in rest]
+
+
+def running(book: RequestBook) -> set[int]:
+    """The versions at which the requests in the core were asked for."""
+    return {draw.version for draw in book.active.values()}
+
+
+def test_newer_requests_wait_for_older_ones_and_begin_under_the_version_of_then(core, book):
+    book.full_for_newer = 0
+    book.add(ask(2))
+    book.decode()
+    book.set_version(1)
+    book.add(ask(2, group=1))
+    book.set_version(2)
+    book.add(ask(1, group=2))
+    assert running(book) == {0} and book.unfinished() == 5
+    book.abort(["train:0:1"])
+    while running(book) == {0}:
+        book.decode()
+    assert running(book) == {1} or not running(book)
+    book.decode()
+    assert running(book) == {1}
+    done = drain(book)
+    assert [t.request_id for t in done] == ["train:1:0", "train:1:1", "train:2:0"]
+    assert all(set(t.token_version) == {2} for t in done)
+    order = [r.request_id for r in core.added]
+    assert order == ["train:0:0", "train:0:1", "train:1:0", "train:1:1", "train:2:0"]
+
+
+def test_newer_requests_join_older_ones_while_these_are_few(book):
+    book.full_for_newer = 3
+    book.add(ask(2))
+    book.set_version(1)
+    book.add(ask(3, group=1))
+    assert [*book.active] == ["train:0:0", "train:0:1", "train:1:0"]
+    book.set_version(2)
+    book.add(ask(2, group=2))
+    book.abort(["train:0:0", "train:0:1"])
+    book.decode()
+    assert [*book.active] == [f"train:1:{i}" for i in range(3)]
+
+
+COMMANDS = st.lists(
+    st.sampled_from(["add", "decode", "decode", "publish", "drain", "go on", "abort", "cut", "any"])
+)
+
+
+@given(commands=COMMANDS)
+def test_older_first_loses_nothing_and_never_runs_two_versions(commands):
+    """Whatever happens between: every request that is not dropped ends, and those that begin while
+    the order holds never begin beside an older one."""
+    core = FakeCore()
+    book = make_book(core)
+    book.full_for_newer = 0
+    asked, done = set(), set()
+    for group, command in enumerate(commands):
+        if command == "add":
+            book.add(ask(2, group=group))
+            asked |= {f"train:{group}:{i}" for i in range(2)}
+        elif command == "decode":
+            done |= {t.request_id for t in book.decode()}
+        elif command == "publish":
+            book.set_version(book.version + 1)
+        elif command == "drain":
+            book.begin_drain()
+        elif command == "go on":
+            book.end_drain()
+        elif command == "any":
+            book.resubmit(book.withdraw(started=True))
+        elif unfinished := sorted(asked - done):
+            dropped = unfinished[:1]
+            asked -= set(dropped)
+            book.abort(dropped) if command == "abort" else book.cut(dropped)
+        assert len(running(book)) <= 1
+    book.end_drain()
+    assert book.unfinished() == len(asked - done)
+    assert done | {t.request_id for t in drain(book)} == asked
 
 
 def test_salted_requests_share_prefixes_only_within_a_version(core):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +13,8 @@ from timing import deadline, wait_until
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.interfaces import StepLoad
-from rlcore.rollout.worker import RolloutWorker
+from rlcore.rollout.step_costs import StepCosts
+from rlcore.rollout.worker import RolloutWorker, SpareTime
 from rlcore.weights.manifest import ArrivalError, make_manifest
 from rlcore.weights.stream import whole
 
@@ -48,10 +50,11 @@ def wait_for_a_heartbeat(worker: RolloutWorker) -> None:
 
 def submit_and_step_once(worker: RolloutWorker, engine: FakeEngine, requests: list) -> None:
     """The next step then waits at the gate."""
+    before = worker.status()["steps"]
     engine.gate.close()
     worker.submit(requests).result(WAIT_S)
     engine.gate.allow(1)
-    wait_until(lambda: worker.status()["steps"] == 1, 30, "a step")
+    wait_until(lambda: worker.status()["steps"] > before, 30, "a step")
 
 
 @pytest.fixture
@@ -98,6 +101,60 @@ def test_the_idle_worker_still_has_a_heartbeat(worker):
     for _ in range(2):
         wait_for_a_heartbeat(worker)
     assert worker.status()["steps"] == 0
+
+
+def test_spare_time_begins_at_a_larger_share_than_it_ends_at():
+    clock = iter(range(0, 1000, 10))
+    spare = SpareTime(lambda: next(clock))
+
+    def after(*idle):
+        for seconds in idle:
+            spare.add(seconds)
+            has = spare.next_version()
+        return has
+
+    assert not after(0.9, 0.9, 0.9, 0.9)
+    assert after(*[1.5] * 5)
+    assert after(*[0.6] * 20) and not after(*[0.4] * 20) and not after(*[0.6] * 20)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_an_engine_with_time_to_spare_serves_older_requests_first(engine, sink, monkeypatch, turns):
+    """Turns of episodes excepted: an older group's may come after a newer group's."""
+    monkeypatch.setattr(StepCosts, "requests_at", lambda self, share: 4)
+    worker = RolloutWorker(engine, sink, flush_interval_s=0.0, turns=turns)
+    try:
+        worker.submit(ask(1, group=9)).result(WAIT_S)
+        sink.wait(1)
+        for _ in range(2):
+            wait_for_a_heartbeat(worker)  # idle
+        worker.set_version(1).result(WAIT_S)
+        assert engine.book.full_for_newer == (math.inf if turns else 4)
+        submit_and_step_once(worker, engine, ask(4))
+        worker.update_weights(2, whole(NEW), "in_flight", timeout_s=30)
+        worker.submit(ask(2, group=1))
+        engine.gate.allow()
+        sink.wait(7)
+        versions = {t.request_id: set(t.token_version) for t in sink.all()}
+        assert versions["train:0:0"] == {1, 2} and versions["train:1:0"] == {2}
+    finally:
+        worker.close()
+
+
+def test_a_busy_engine_serves_requests_as_they_come(engine, sink):
+    worker = RolloutWorker(engine, sink, flush_interval_s=0.0)
+    try:
+        submit_and_step_once(worker, engine, ask(2, max_new_tokens=60))
+        updates = [
+            worker.update_weights(v, whole(NEW), "in_flight", timeout_s=30) for v in range(1, 20)
+        ]
+        engine.gate.allow(1)
+        for update in updates:
+            update.result(WAIT_S)
+        assert engine.book.full_for_newer == math.inf
+        engine.gate.allow()
+    finally:
+        worker.close()
 
 
 def test_a_list_with_one_bad_request_enters_not_at_all_and_the_engine_goes_on(worker, sink):

@@ -27,6 +27,20 @@ def test_costs_are_recovered_from_steps_of_all_sizes():
     assert costs.fitted() == pytest.approx(COSTS, rel=0.1)
 
 
+def test_as_many_requests_as_cost_half_of_a_step_s_fixed_part_are_counted():
+    rng, costs = np.random.default_rng(0), StepCosts()
+    assert costs.requests_at(0.5) == np.inf
+    steps = [load(rng) for _ in range(400)]
+    for step in steps:
+        costs.add(step, seconds(step))
+    context = sum(s.context_tokens for s in steps) / sum(s.tokens for s in steps)
+    assert costs.requests_at(0.5) == pytest.approx(2e-3 / (2e-5 + 3e-7 * context), rel=1e-3)
+    even = StepCosts()
+    for step in steps:
+        even.add(step, 1e-3)
+    assert even.requests_at(0.5) > 1e4
+
+
 def test_nothing_is_said_of_few_steps():
     costs = StepCosts()
     for _ in range(FEWEST - 1):

@@ -80,7 +80,8 @@ class RolloutActor:
         self.players = self._players(engine, text, environments)
         finished = self.players.finished if self.players else self.delivery.put
         interval = HAND_OVER_TURNS_S if self.players else HAND_OVER_S
-        self.worker = RolloutWorker(self.engine, finished, flush_interval_s=interval)
+        turns = self.players is not None
+        self.worker = RolloutWorker(self.engine, finished, interval, turns=turns)
         if self.players:
             self.players.start(self.worker)
         joined = self._hosting.transport.joined
