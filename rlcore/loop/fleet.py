@@ -248,7 +248,7 @@ class Fleet:
         }
 
     def _since(self, member: Member, name: str) -> float:
-        """What a counter of a member's heartbeat grew by since the last call."""
+        """The growth of a counter of a member's heartbeat since the last call."""
         status = member.process.status
         if not status:  # no heartbeat of this process yet
             return 0.0

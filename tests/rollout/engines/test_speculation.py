@@ -165,3 +165,25 @@ def test_a_rounded_policy_accepts_by_its_rounded_weights(start, model_a, propose
         assert t.actor_kind == "fp8_emulated"
         np.testing.assert_allclose(t.logp_inf, other.logp_inf, atol=1e-5)
         assert np.abs(t.logp_inf - model_a.sampled(t)).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_policy_itself_proposes_what_it_accepts_also_where_requests_are_preempted(
+    start, model_a, ask
+):
+    own = SpeculateSpec(path=str(model_a.path), tokens=3)
+    engine = start(model_a, speculate=own, kv_cache_gib=0.0012)  # three blocks of 128 tokens
+    _, proposed, accepted = counted(engine, ask(8, temperature=0.0, max_new_tokens=40))
+    assert accepted > 0.95 * proposed > 0
+    scheduler = engine.core._core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def counting(*args, **kwargs):
+        preempted.append(args)
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counting
+    done, *_ = counted(engine, ask(16, prompt=[5, 9, 11, 4] * 30 + [7], max_new_tokens=100))
+    assert len(preempted) > 3
+    for t in done:
+        np.testing.assert_allclose(t.logp_inf, model_a.sampled(t), atol=1e-5)

@@ -75,7 +75,8 @@ class VllmCore(DecodeCore):
         elif job.actor.speculate is not None:
             self.by_modules = self.unshared = "another model proposes tokens (speculate)"
             self.rpc("rl_speculate")
-            self._proposals = Proposals(self._core.engine_core.scheduler)  # type: ignore[attr-defined]
+            engine: Any = self._core.engine_core  # type: ignore[attr-defined]
+            self._proposals = Proposals(engine.scheduler)
         elif job.actor.cpu_fast_path:
             self._use_fast_path()
         if job.routes and on_cpu():
