@@ -65,10 +65,7 @@ say "2 of 4: those are installed; now the extras and what the tests use"
 if [ -n "$flash" ]; then "${put[@]}" --no-build-isolation flash-attn==2.8.3; fi
 say "3 of 4: those are installed; now rlcore itself"
 "${put[@]}" --no-build-isolation -e .
-if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] && [ -d rlcore/models ]; then
-  .venv/bin/python -m compileall -q rlcore
-  env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c "import rlcore.models, transformers" # keeps names
-fi
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || .venv/bin/python -m compileall -q rlcore
 if [ "$profile" = cuda ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
   refuse "the $torch that pip found is no CUDA build: remove .venv, set RLCORE_TORCH_INDEX to the index URL that PyTorch's install page shows for CUDA, and run again"
 fi

@@ -17,7 +17,6 @@ LISTS = (
     "rlcore.rollout.engines.vllm.patches",
     "rlcore.learner.engines.patches",
     "rlcore.cluster.ray_cluster",
-    "rlcore.models.exported_names",
 )
 
 
