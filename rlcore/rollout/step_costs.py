@@ -27,7 +27,8 @@ class StepCosts:
 
     def add(self, load: StepLoad, seconds: float) -> None:
         """One step."""
-        x = np.array([1.0, load.tokens, load.context_tokens, load.prompt_tokens])
+        requests = load.tokens - load.accepted  # each samples one token besides
+        x = np.array([1.0, requests, load.context_tokens, load.prompt_tokens])
         products, times, steps = self._sums
         # replaced, so that another thread never reads half of an update
         self._sums = (products + np.outer(x, x), times + seconds * x, steps + 1)

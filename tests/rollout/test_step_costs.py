@@ -1,5 +1,7 @@
 """Costs of engine steps, recovered from what steps took."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,16 @@ def test_costs_are_recovered_from_steps_of_all_sizes():
         step = load(rng)
         costs.add(step, seconds(step) * float(rng.uniform(0.9, 1.1)))
     assert costs.fitted() == pytest.approx(COSTS, rel=0.1)
+
+
+def test_accepted_proposals_are_no_further_requests():
+    rng, costs = np.random.default_rng(0), StepCosts()
+    for _ in range(400):
+        step = load(rng)
+        accepted = int(rng.integers(0, 3)) * step.tokens
+        more = replace(step, tokens=step.tokens + accepted, accepted=accepted)
+        costs.add(more, seconds(step))
+    assert costs.fitted() == pytest.approx(COSTS, rel=1e-3)
 
 
 def test_as_many_requests_as_cost_half_of_a_step_s_fixed_part_are_counted():
