@@ -40,6 +40,13 @@ def test_log_probs_equal_a_plain_forward(engine, model_a, ask, finish, temperatu
         assert (t.token_version == 0).all() and t.actor_kind == "bf16" and t.actor_id == "bf16-0"
 
 
+def test_an_engine_imports_nothing_that_renders_messages(engine):
+    renderer = engine.core._llm.renderer
+    assert type(renderer).__name__ == "TokensOnly"  # vLLM's own is imported by its name
+    with pytest.raises(NotImplementedError, match="token ids"):
+        renderer.render_messages([], None)
+
+
 def test_temperature_is_the_one_asked_for(engine, model_a, ask, finish):
     engine.add(ask(4, temperature=0.7))
     t = finish(engine)[0]
