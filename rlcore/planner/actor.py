@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from statistics import NormalDist
 from typing import Any
 
@@ -244,12 +243,12 @@ class RatedActor(FakeActor):
 
     def _next(self) -> str | None:
         """The request that is begun next, if any may (`RolloutEngine.hold_newer`)."""
-        if not self._hold_newer:
-            return next(iter(self._waiting))
-        drawing = min(self._waiting.values(), key=attrgetter("asked"))
-        older = any(n and version < drawing.asked for version, n in self._asked.items())
-        step_s = self.rates.step_seconds(len(self._running), self._read())
-        return None if older and step_s >= (1 + JOIN_COST) * self.rates.decode_s else drawing.name
+        drawing = next(iter(self._waiting.values()))  # the oldest
+        if self._hold_newer and any(n and v < drawing.asked for v, n in self._asked.items()):
+            step_s = self.rates.step_seconds(len(self._running), self._read())
+            if step_s >= (1 + JOIN_COST) * self.rates.decode_s:
+                return None
+        return drawing.name
 
     def _until(self, drawing: SimulatedRequest) -> int:
         """How many tokens a request that is begun has when it leaves the engine."""

@@ -3,6 +3,7 @@ weights stays."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -61,6 +62,25 @@ def test_tokens_match_the_version_they_carry(engine, model_a, model_b, ask, fini
     full = model_b.logp(spanning[0])[spanning[0].token_version == 1]
     topk = spanning[0].topk_logp[spanning[0].token_version == 1]
     np.testing.assert_allclose(topk, -np.sort(-full, 1)[:, :20], atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["in_flight", "abort", "finish"])
+def test_requests_that_wait_for_older_ones_are_the_newer_version_s(
+    engine, model_a, model_b, ask, mode
+):
+    done = start_and_step(engine, ask(8, max_new_tokens=60), 5)
+    engine.update_weights(1, whole(model_b.tensors), mode)
+    engine.hold_newer(0)
+    engine.add(ask(8, group=1, max_new_tokens=60))
+    while engine.unfinished():
+        new = engine.step()
+        if {t.group_id for t in new} == {1}:
+            assert {t.sample_index for t in done if t.group_id == 0} == set(range(8))
+        done += new
+    engine.hold_newer(math.inf)
+    assert len(done) == 16
+    check_spans(done, model_a, model_b)
+    assert all(set(t.token_version) == {1} for t in done if t.group_id == 1)
 
 
 @pytest.mark.parametrize("mode", ["in_flight", "abort", "finish"])

@@ -96,8 +96,9 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
 
 
 def _tokens_a_step(actor: ActorSpec) -> int:
-    """Tokens that one decoding request may have in a step: its own, and what is proposed."""
-    return 1 if actor.speculate is None else 2 * (1 + actor.speculate.tokens)
+    """Tokens that one decoding request may have in a step: its own, what is proposed, and a slot of
+    the proposing model (vLLM's `max_num_new_slots_for_drafting`)."""
+    return 1 if actor.speculate is None else 2 + actor.speculate.tokens
 
 
 def _speculation_options(actor: ActorSpec) -> dict[str, Any]:

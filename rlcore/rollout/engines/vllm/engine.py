@@ -277,7 +277,7 @@ class TokensOnly(BaseRenderer):
     500 modules for them, in 0.7 s of processor time."""
 
     def render_messages(self, messages: Any, params: Any) -> Any:
-        raise NotImplementedError("requests of an engine are token ids, not messages")
+        raise RuntimeError("requests of an engine are token ids, not messages")
 
 
 def start_llm(job: EngineJob, vocab: int) -> LLMEngine:
