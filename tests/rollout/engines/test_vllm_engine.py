@@ -43,7 +43,7 @@ def test_log_probs_equal_a_plain_forward(engine, model_a, ask, finish, temperatu
 def test_an_engine_imports_nothing_that_renders_messages(engine):
     renderer = engine.core._llm.renderer
     assert type(renderer).__name__ == "TokensOnly"  # vLLM's own is imported by its name
-    with pytest.raises(NotImplementedError, match="token ids"):
+    with pytest.raises(RuntimeError, match="token ids"):
         renderer.render_messages([], None)
 
 
