@@ -145,7 +145,7 @@ def test_uv_installs_where_it_is_on_path_what_pip_installs_elsewhere(tmp_path):
     others = ["-r", "requirements/extras.lock", "-r", "requirements/dev.lock"]
     (torch,) = [f"torch=={v}" for n, v in lock("cpu").items() if n == "torch"]
     assert packages(uv) == [[torch], cpu, others, ["--no-build-isolation", "-e", "."]]
-    # uv looks where pip is told to look, environment first
+    # uv looks where pip is configured to look, environment first
     assert "UV_FIND_LINKS=/a,/b\n" in variables and "UV_" not in none
 
 

@@ -153,7 +153,7 @@ class Endpoint(Environment):
 
         `sampling`: what becomes of a request that asks for other sampling than the run's:
         "refuse", or "override" it. `bind`: the address that the endpoint listens at; `advertise`:
-        the name or address of it that the program is told, where that is another.
+        the name or address of it that the program is given, where that is another.
 
         Raises UserError for a program that cannot be loaded or called, or another argument.
         """

@@ -44,7 +44,7 @@ class ToolFamily:
     """A form of tool calls."""
 
     name: str
-    form: str  # as a model whose call cannot be read is told
+    form: str  # shown in the answer to a call that cannot be read
     read: Callable[[str, Tools], Found]  # raises UnreadableCall
     write: Callable[[str, Mapping[str, Any]], str] | None  # one call; None: only its template can
     # special tokens that are part of the form; None: all may be

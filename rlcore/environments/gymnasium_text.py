@@ -23,10 +23,10 @@ class GymnasiumText(Environment):
     `settings`: arguments of gymnasium.make.
 
     Of a space of texts (`spaces.Text`) a turn is the action. Of a discrete space it is a number, or
-    one of `actions`, words for them in order. A turn that is none is told so, and costs a turn
-    alone. The model reads the observation (other than text as JSON), or with
-    settings.render_mode=ansi what the environment draws. `prompt` comes first. Every step's reward
-    is its turn's.
+    one of `actions`, words for them in order. Any other turn is answered with what an
+    action is, and costs a turn alone. The model reads the observation (other than text as JSON), or
+    with settings.render_mode=ansi what the environment draws. `prompt` comes first. Every step's
+    reward is its turn's.
     """
 
     def __init__(

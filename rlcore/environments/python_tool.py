@@ -120,7 +120,7 @@ class PythonTool(Environment):
 
 
 FORMULA = re.compile(r"(-?[0-9]{1,15})([-+*])(-?[0-9]{1,15})")
-UNREADABLE = "="  # what a fresh model is told of a formula that cannot be read
+UNREADABLE = "="  # the answer to a formula that cannot be read, for a fresh model
 
 
 def calculate(expression: str) -> str:

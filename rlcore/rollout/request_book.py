@@ -451,7 +451,7 @@ class BookedEngine(RolloutEngine):
             self._book.end_drain()
 
     def _free(self) -> float:
-        """Free the memory that an engine gives up in `sleep` and return its GiB; nothing by
+        """Free the memory that an engine gives up in `sleep` and return its bytes; nothing by
         default."""
         return 0.0
 

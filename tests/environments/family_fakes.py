@@ -136,7 +136,7 @@ LFM2 = (
     + "{% endfor %}"
     + _OPENS
 )
-# As Phi-3: answers of tools are dropped without a word.
+# As Phi-3: answers of tools are dropped silently.
 PHI3 = (
     "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<|{{ m.role }}|>\n"
     "{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
