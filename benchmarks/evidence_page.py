@@ -133,7 +133,7 @@ def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, lis
             "study": f"{registered.number}: {name}",
             "hypothesis": str(hypothesis),
             "runs": _counted(registered.study, lines[name]),
-            "verdict": _verdict(registered.study, hypothesis, lines[name]),
+            "verdict": _verdict(registered, hypothesis, lines[name]),
         }
         for name, registered in programme.items()
         for hypothesis in registered.hypotheses
@@ -144,7 +144,8 @@ def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, lis
             "arms": ", ".join(_arms(registered.study)),
             "sizes": f"{registered.study.knob} of {'; '.join(registered.study.sizes)}",
             "seeds": len(registered.study.seeds),
-            "gate": registered.gate,
+            "gate": registered.gate.text,
+            "met": _GATE[registered.gate.met(lines[name])],
             "stopping, beside all seeds": registered.stopping,
         }
         for name, registered in programme.items()
@@ -157,12 +158,18 @@ def _arms(study: Study) -> list[str]:
     return list(dict.fromkeys([study.reference, *study.arms, *further]))
 
 
-def _verdict(study: Study, hypothesis: Hypothesis, lines: Sequence[Line]) -> str:
+_GATE = {True: "yes", False: "no", None: ""}
+
+
+def _verdict(registered: Registered, hypothesis: Hypothesis, lines: Sequence[Line]) -> str:
     """Of a study whose runs are not all done it holds so far: it ends by its own rule, not by the
-    first verdict that pleases."""
+    first verdict that pleases. Where the gate is not met it is no verdict."""
     found = hypothesis.verdict(lines)
-    done, total = _counted(study, lines).split(" of ")
-    return found if found == "not run" or int(done) >= int(total) else f"{found} so far"
+    if found == "not run":
+        return found
+    done, total = _counted(registered.study, lines).split(" of ")
+    found = found if int(done) >= int(total) else f"{found} so far"
+    return f"none, gate not met (else {found})" if registered.gate.met(lines) is False else found
 
 
 def _counted(study: Study, lines: Sequence[Line]) -> str:

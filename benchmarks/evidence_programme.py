@@ -13,8 +13,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from evidence_gates import Bound, Gate, difference, first, late, mean, over, ratio, seconds
 from evidence_studies import MOVED, UNCORRECTED, UPDATE, Held, Study, Words
-from evidence_tables import LEAST, Line, interval, paired
+from evidence_tables import ACCEPTANCE, LEAST, Line, final, interval, paired
 
 _JACKPOT_NEW = (
     *("correction=[jackpot]", "correction.jackpot.target=new"),
@@ -71,7 +72,7 @@ class Registered:
     number: str
     study: Study
     hypotheses: tuple[Hypothesis, ...]
-    gate: str  # without it the study says nothing about its hypotheses
+    gate: Gate  # unless it is met, the study says nothing about its hypotheses
     stopping: str = "none"
 
 
@@ -153,6 +154,11 @@ def _batch(groups: int, steps: int) -> Words:
     )
 
 
+_BATCH_ARMS: Mapping[str, Words] = {
+    UNCORRECTED: (),
+    "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
+    "ais": ("correction=[ais]",),
+}
 _BATCH_STUDY = Study(
     experiment="evidence/ais",
     knob="error of the actor, answers in a batch",
@@ -162,10 +168,13 @@ _BATCH_STUDY = Study(
         for name, words in _ERRORS.items()
         for answers, shape in _BATCHES.items()
     },
-    arms={
-        UNCORRECTED: (),
-        "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
-        "ais": ("correction=[ais]",),
+    arms=_BATCH_ARMS,
+    # as far from the learner as INT3 at the first step, which noise of 0.75 is not
+    further={
+        "noise of 1, 512": {
+            arm: (*_batch(*_BATCHES["512"]), "actor=[bf16]", "actor.bf16.logit_noise=1", *words)
+            for arm, words in _BATCH_ARMS.items()
+        }
     },
     swept=False,
     shown="int3, 512",
@@ -349,18 +358,30 @@ _SELF_STUDY = Study(
     watched=("teacher/token_share", "teacher/divergence", "teacher/top1_agreement"),
 )
 
+KL = "mismatch/kl_k3"
+
+
+def _floor_gate(size: str) -> Gate:
+    share = over("mismatch/outside_share")
+    compared = ratio(mean("dvp", size, share), mean(UNCORRECTED, size, share))
+    return Gate(
+        "DVP's share of tokens outside is below 10% of the uncorrected arm's",
+        (Bound(compared, at_most=0.1),),
+    )
+
+
 PROGRAMME: dict[str, Registered] = {
     "floor_64": Registered(
         "E1",
         _floor_study(64),
         (Hypothesis("dvp", _OTHERS, "1.5e-6", at_least=0.10),),
-        "DVP's share of tokens outside is below 10% of the uncorrected arm's",
+        _floor_gate("1.5e-6"),
     ),
     "floor_32": Registered(
         "E1",
         _floor_study(32),
         (Hypothesis("dvp", _OTHERS, "0.5e-6", within=0.05),),
-        "as of floor_64",
+        _floor_gate("0.5e-6"),
     ),
     "large_phases": Registered(
         "E2",
@@ -373,7 +394,10 @@ PROGRAMME: dict[str, Registered] = {
             *(Hypothesis(arm, ("no weights",), "3e-5", at_least=0.10) for arm in _TOKEN_WEIGHTS),
             Hypothesis("jackpot new", ("tis adjusted",), "3e-5", at_least=0.05),
         ),
-        "acceptance by p_new of at least 0.93 at 3e-5",
+        Gate(
+            "acceptance by p_new of at least 0.93 at 3e-5",
+            (Bound(mean("jackpot new", "3e-5", over(ACCEPTANCE)), at_least=0.93),),
+        ),
         "1e-4 is left out if the matched arm collapses in most seeds",
     ),
     "batch_and_noise": Registered(
@@ -383,14 +407,29 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("tis C=5", ("ais",), "int3, 512", at_least=0.03),
             Hypothesis("tis C=5", (UNCORRECTED,), "int3, 512", at_least=0.10),
             Hypothesis("tis C=5", (UNCORRECTED,), "noise, 512", within=0.05),
+            Hypothesis("tis C=5", (UNCORRECTED,), "noise of 1, 512", within=0.05),
         ),
-        "the first step's KL of the noise is within 20% of INT3's",
+        Gate(
+            "the first step's KL of the noise is within 20% of INT3's",
+            (
+                Bound(
+                    ratio(
+                        mean(UNCORRECTED, "noise of 1, 512", first(KL)),
+                        mean(UNCORRECTED, "int3, 512", first(KL)),
+                    ),
+                    *(0.8, 1.2),
+                ),
+            ),
+        ),
     ),
     "rapid_seeds": Registered(
         "E5",
         _RAPID_STUDY,
         (Hypothesis("rapid", ("matched",), "8", at_least=-0.03),),
-        "training takes at least 15% less time at H = 8",
+        Gate(
+            "training takes at least 15% less time at H = 8",
+            (Bound(ratio(mean("rapid", "8", seconds), mean("matched", "1", seconds)), None, 0.85),),
+        ),
     ),
     "sparse_long": Registered(
         "E6",
@@ -400,7 +439,7 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("set-point", ("training-free",), "4", at_least=0.03),
             Hypothesis("both", ("set-point",), "4", at_least=-0.03),
         ),
-        "sparse success is 0.7 to 0.9 of dense, KL 0.05 to 0.3",
+        Gate("sparse success is 0.7 to 0.9 of dense, KL 0.05 to 0.3"),
         "pages are chosen by one seed of the uncorrected arm",
     ),
     "real_model": Registered(
@@ -410,13 +449,34 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("tis C=5", (UNCORRECTED,), "int4", at_least=0.05),
             Hypothesis("tis C=5", ("ais",), "int4", within=0.05),
         ),
-        "the uncorrected arm ends at least 0.05 below the matched one",
+        Gate(
+            "the uncorrected arm ends at least 0.05 below the matched one",
+            (
+                Bound(
+                    difference(mean("matched", "none", final), mean(UNCORRECTED, "int4", final)),
+                    at_least=0.05,
+                ),
+            ),
+        ),
     ),
     "strata": Registered(
         "E8",
         _STRATA_STUDY,
         (Hypothesis("by kind", ("pooled",), "int3", at_least=-0.03),),
-        "the INT3 half's mismatch/ess is at least 0.1 below the other's",
+        Gate(
+            "the INT3 half's mismatch/ess is at least 0.1 below the other's",
+            (
+                Bound(
+                    difference(
+                        *(
+                            mean("by kind", "int3", over(f"mismatch/ess@{k}"))
+                            for k in ("bf16", "fp8")
+                        )
+                    ),
+                    at_least=0.1,
+                ),
+            ),
+        ),
     ),
     "set_point": Registered(
         "E9",
@@ -425,7 +485,10 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("set-point", ("matched",), "32", at_least=-0.03),
             Hypothesis("set-point", ("tis",), "32", at_least=0.10),
         ),
-        "agreement_p5 is within 0.02 of 0.86 over the second half of the set-point's runs",
+        Gate(
+            "agreement_p5 is within 0.02 of 0.86 over the second half of the set-point's runs",
+            (Bound(mean("set-point", "32", late("mismatch/agreement_p5")), 0.84, 0.88),),
+        ),
     ),
     "sparse_pages": Registered(
         "E10",
@@ -435,8 +498,14 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("matched", ("few pages",), "sparse", at_least=0.10),
             Hypothesis("set-point", ("equal pages",), "sparse", at_least=-0.03),
         ),
-        "the set-point's statistic is within 0.02 of 0.86 over the second half, at both entries of "
-        "positions (mean over seeds)",
+        Gate(
+            "the set-point's statistic is within 0.02 of 0.86 over the second half, at both "
+            "entries of positions (mean over seeds)",
+            tuple(
+                Bound(mean("set-point", "sparse", late(name)), 0.84, 0.88)
+                for name in _HELD_PAGES.statistic.values()
+            ),
+        ),
     ),
     "self_distillation": Registered(
         "E11",
@@ -445,7 +514,9 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("distilled", ("matched",), "best answer", at_least=-0.05),
             Hypothesis("both", ("matched",), "best answer", at_least=0.05),
         ),
-        "teacher/token_share is at least 0.2 over the first three steps of the distilled arm (mean "
-        "over seeds)",
+        Gate(
+            "teacher/token_share is at least 0.2 over the first three steps of the distilled arm "
+            "(mean over seeds)"
+        ),
     ),
 }

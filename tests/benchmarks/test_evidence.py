@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import evidence
+import evidence_gates
 import evidence_page
 import evidence_tables
 import evidence_trl
@@ -270,13 +271,19 @@ def test_where_the_phase_is_long_distances_are_to_p_new():
     assert row["acceptance by p_new"] == "0.85" and not any("p_ref" in name for name in row)
 
 
-def test_comments_do_not_change_the_digest_of_sources(tmp_path):
-    (tmp_path / "a.py").write_text("x = 1\n")
+@pytest.mark.parametrize(
+    ("source", "same"),
+    [
+        ("# why\ndef f():\n    return 'one'\n", True),
+        ('"""Of f."""\ndef f():\n    """One."""\n    return "one"\n', True),
+        ("def f():\n    return 'two'\n", False),
+    ],
+)
+def test_only_what_runs_changes_the_digest_of_sources(source, same, tmp_path):
+    (tmp_path / "a.py").write_text("def f():\n    return 'one'\n")
     before = evidence_tables.source_digest(tmp_path, ["a.py"])
-    (tmp_path / "a.py").write_text("# why\nx = 1\n")
-    assert evidence_tables.source_digest(tmp_path, ["a.py"]) == before
-    (tmp_path / "a.py").write_text("x = 2\n")
-    assert evidence_tables.source_digest(tmp_path, ["a.py"]) != before
+    (tmp_path / "a.py").write_text(source)
+    assert (evidence_tables.source_digest(tmp_path, ["a.py"]) == before) is same
 
 
 def test_a_size_that_switches_resumes_its_run_with_each_part(monkeypatch, tmp_path):
@@ -378,7 +385,7 @@ def test_every_hypothesis_is_about_arms_and_sizes_of_its_study():
             arms = {hypothesis.arm, *hypothesis.others}
             further = {arm for own in study.further.values() for arm in own}
             assert arms <= {study.reference, "uncorrected", *study.arms, *further}
-            assert hypothesis.size in study.sizes
+            assert hypothesis.size in {*study.sizes, *study.further}
 
 
 def test_a_study_in_the_background_goes_on_by_itself_at_low_priority(monkeypatch, tmp_path):
@@ -468,3 +475,21 @@ def test_no_run_starts_while_one_waits_for_the_machine(side_by_side, monkeypatch
     with evidence.locked(tmp_path / "claims" / "queue"):
         evidence.main()
     assert side_by_side == []
+
+
+@pytest.mark.parametrize(
+    ("values", "seeds", "met"),
+    [((0.1, 0.11), 3, True), ((0.1, 0.2), 3, False), ((0.1, 0.11), 2, None)],
+)
+def test_a_gate_is_met_by_the_means_of_its_runs(values, seeds, met):
+    runs = [
+        line(arm, "1", seed, 0.5) | {"watched": {"kl": [value, 9.0]}}
+        for arm, value in zip("ab", values)
+        for seed in range(seeds)
+    ]
+    ratio = evidence_gates.ratio(
+        *(evidence_gates.mean(a, "1", evidence_gates.first("kl")) for a in "ab")
+    )
+    gate = evidence_gates.Gate("near", (evidence_gates.Bound(ratio, 0.8, 1.2),))
+    assert gate.met(runs) is met
+    assert evidence_gates.Gate("on its page").met(runs) is None

@@ -6,6 +6,7 @@ from dataclasses import replace
 import evidence_page
 import evidence_tables
 import pytest
+from evidence_gates import Bound, Gate, mean
 from evidence_held import held_rows, second_half
 from evidence_programme import Hypothesis, Registered
 from evidence_studies import Held, Study
@@ -80,12 +81,22 @@ def test_a_verdict_before_the_last_run_holds_so_far(tmp_path, monkeypatch):
     blank = f"{evidence_page.BEGIN} {evidence_page.END}"
     study = replace(STUDY, sizes={"2": ()}, arms={"tis": ()}, swept=False, seeds=(0, 1, 2, 3))
     hypothesis = Hypothesis("tis", ("matched",), "2", at_least=0.1)
-    registered = {"a": Registered("E0", study, (hypothesis,), "none")}
+    gate = Gate("learns", (Bound(mean("tis", "2", lambda run: run["final"]), at_least=0.7),))
+    registered = {"a": Registered("E0", study, (hypothesis,), gate)}
+    unmet = {
+        "a": replace(
+            registered["a"], gate=replace(gate, bounds=(replace(gate.bounds[0], at_least=0.9),))
+        )
+    }
     for seeds, verdict in ((2, "not run"), (3, "supported so far"), (4, "supported")):
         (tmp_path / "programme.md").write_text(blank)
         lines = [*runs("matched", "1", 0.5, seeds), *runs("tis", "2", 0.8, seeds)]
         evidence_page.write_programme(registered, {"a": lines})
         assert f"| {2 * seeds} of 8 | {verdict} |" in (tmp_path / "programme.md").read_text()
+    assert "| learns | yes |" in (tmp_path / "programme.md").read_text()
+    evidence_page.write_programme(unmet, {"a": lines})
+    said = (tmp_path / "programme.md").read_text()
+    assert "| none, gate not met (else supported) |" in said and "| learns | no |" in said
 
 
 def test_refused_pairs_and_old_lines_are_said(tmp_path, monkeypatch):
