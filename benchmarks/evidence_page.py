@@ -48,6 +48,7 @@ COLOURS = {
     "by kind": "C0",
     "pooled": "C1",
     "set-point": "C2",
+    "first controller": "C1",
     "few pages": "C3",
     "equal pages": "C0",
     "ais": "C1",
@@ -175,7 +176,8 @@ def _verdict(registered: Registered, hypothesis: Hypothesis, lines: Sequence[Lin
 def _counted(study: Study, lines: Sequence[Line]) -> str:
     cells = 1 + len(study.sizes) * len({*study.arms, *([UNCORRECTED] if study.swept else [])})
     cells += sum(map(len, study.further.values()))
-    return f"{sum('arm' in line for line in lines)} of {cells * len(study.seeds)}"
+    made = sum(line.get("arm") in _arms(study) for line in lines)
+    return f"{made} of {cells * len(study.seeds)}"
 
 
 def _contrasts(chosen: Sequence[Contrast], members: Family) -> str:

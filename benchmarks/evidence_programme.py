@@ -285,8 +285,17 @@ _SET_POINT_STUDY = Study(
     sizes={eta: (f"schedule.max_staleness={eta}",) for eta in ("8", "32")},
     arms={"set-point": ("actor.bf16.target={value: 0.86}",), "tis": ("correction=[tis]",)},
     swept=False,
-    figure=("matched", "set-point", "tis"),
+    # lines of "first controller" are those of the set-point before it was replaced
+    figure=("matched", "set-point", "first controller", "tis"),
     watched=("mismatch/agreement_p5", "control/bf16/staleness", "staleness/mean"),
+    held=Held(
+        "5th percentile of min(r, 1/r)",
+        *(0.86, 0.02),
+        statistic={"all": "mismatch/agreement_p5"},
+        moved={"all": "control/bf16/staleness"},
+        unit="steps admitted",
+        arm="set-point",
+    ),
 )
 
 # 64 digits to sort: nine pages of 16 tokens, the answer in the entries 3 and 4 of positions

@@ -278,7 +278,7 @@ class Controller:
         self._dispatcher = Dispatcher(plan, clients.buffer, parts, self.progress)
         self._targets = SetPoints(
             plan.targets,
-            Ranges(plan.schedule.max_staleness, plan.pages, plan.layers),
+            Ranges(plan.schedule.max_staleness, plan.own_age, plan.pages, plan.layers),
             several=len(parts.fleet.training_sizes()) > 1,
             state=self.progress.targets,
         )

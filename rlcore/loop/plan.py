@@ -51,6 +51,11 @@ class Plan:
         return self.schedule.synchronous
 
     @property
+    def own_age(self) -> int:
+        """Steps of staleness that publishes and phases bring, besides schedule.max_staleness."""
+        return max(self.schedule.publish_period, self.phases.steps) - 1
+
+    @property
     def phases(self) -> Phases:
         """The update phases; p_ref is fixed at the start of each."""
         return self.schedule.phases

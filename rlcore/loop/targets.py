@@ -3,7 +3,7 @@ actors, so that a statistic of its tokens stays at its target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import log2
@@ -33,6 +33,7 @@ class Ranges:
     """The bounds of set-points, besides what each target says."""
 
     max_staleness: int  # schedule.max_staleness
+    own_age: int = 0  # steps of staleness that publishes and phases bring, whatever is admitted
     pages: Mapping[str, PageRange] = field(default_factory=dict)  # by label of sparse actors
     layers: Mapping[str, int] = field(default_factory=dict)  # precise at the start, by label
 
@@ -40,14 +41,15 @@ class Ranges:
 class _Integral:
     """One moved value between two bounds.
 
-    Its place u is an integral: at a step whose statistic s is further than `band` from the target
-    value,
+    Its place u is an integral: at a step whose statistic s, with the value in force, is further
+    than `band` from the target value,
 
         u <- clip(u +- rate (most - least) clip((s - value)/(1 - value), -1, 1), least, most)
 
-    with + where a larger value means less agreement. Pages are moved by factors: u, least and most
-    are then logarithms. The value in force follows u once they differ by more than a threshold, so
-    that a statistic near its target does not make it swing.
+    with s as it would be at u, and + where a larger value means less agreement. Pages and staleness
+    are moved by factors: u, least and most are then logarithms. The value in force follows u once
+    they differ by more than a threshold, so that a statistic near its target does not make it
+    swing.
     """
 
     def __init__(self, least: float, most: float, start: float, *, helps: bool) -> None:
@@ -60,6 +62,11 @@ class _Integral:
     def _code(self, value: float) -> float:
         return value
 
+    @property
+    def wanted(self) -> float:
+        """The value that the place stands for, not rounded."""
+        return self.place
+
     def _in_force(self) -> float:
         whole = round(self.place)
         return whole if abs(self.place - self.value) > _MOVED else self.value
@@ -70,28 +77,41 @@ class _Integral:
         self.place = min(max(float(place), least), most)
         self.value = min(max(float(value), self._least), self._most)
 
-    def move(self, target: TargetSpec, found: float) -> None:
-        """Move the value by the statistic of a step."""
-        error = (found - target.value) / (1.0 - target.value)
-        if abs(found - target.value) > target.band:
+    def move(self, target: TargetSpec, statistic: Callable[[float], float]) -> None:
+        """Move the value. `statistic`: of a step, as it would be with a given value."""
+        if abs(statistic(self.value) - target.value) > target.band:
+            error = (statistic(self.wanted) - target.value) / (1.0 - target.value)
             least, most = self._code(self._least), self._code(self._most)
             step = target.rate * (most - least) * min(max(error, -1.0), 1.0)
             self.place = min(max(self.place + self._sign * step, least), most)
         self.value = self._in_force()
 
 
-class _Pages(_Integral):
-    """Pages, by factors; a change of less than a twentieth is not worth a new rule."""
+class _Factors(_Integral):
+    """A whole number that is moved by factors: pages. A change of less than a twentieth is not
+    worth a new rule."""
+
+    _added = 0.0
 
     def _code(self, value: float) -> float:
-        return log2(value)
+        return log2(value + self._added)
+
+    @property
+    def wanted(self) -> float:
+        return 2.0**self.place - self._added
 
     def _in_force(self) -> float:
-        wanted = 2.0**self.place
+        wanted = self.wanted
         far = abs(wanted - self.value) > max(_MOVED, 0.05 * self.value)
         # the bounds are reached, though the threshold is wide near the upper one
         at_bound = round(wanted) in (round(self._least), round(self._most))
         return round(wanted) if far or at_bound else self.value
+
+
+class _Staleness(_Factors):
+    """Steps of staleness, none among them."""
+
+    _added = 1.0
 
 
 class _Share(_Integral):
@@ -124,6 +144,7 @@ class SetPoints:
         checkpoint, or empty."""
         self._targets = dict(targets)
         self._several = several
+        self._own_age = ranges.own_age
         self._seen: dict[str, float] = {}
         self._moved: dict[str, dict[str, _Integral]] = {}  # by label and statistic
         self._rules = {label: pages.rule for label, pages in ranges.pages.items()}
@@ -173,10 +194,26 @@ class SetPoints:
             for name, integral in self._moved[label].items():
                 found = metrics.get(f"mismatch/{name}{at}")
                 if found is not None:
-                    integral.move(target, found)
+                    oldest = metrics.get(f"staleness/max{at}", 0.0)
+                    integral.move(target, self._statistic(target, found, oldest))
             if target.moves == "pages" and self._rule(label).blocks != self._rules[label].blocks:
                 rule = self._rule(label)
                 self._rules[label] = rule._replace(version=rule.version + 1)
+
+    def _statistic(
+        self, target: TargetSpec, found: float, oldest: float
+    ) -> Callable[[float], float]:
+        """The agreement of a step as it would be with a given value of what the target moves.
+
+        A bound of the staleness shows in the tokens that are trained on only as many steps later as
+        it allows: a controller that compared the measured agreement with its target would have
+        moved on by then, and swing from bound to bound. So |log r| counts as proportional to the
+        age, which was `oldest` at most. All else acts at once.
+        """
+        if target.moves != "staleness":
+            return lambda _: found
+        age = max(oldest, 1.0)
+        return lambda staleness: float(found ** ((self._own_age + staleness) / age))
 
     def _rule(self, label: str) -> PageRule:
         """The rule in force with the pages as they stand: those of a stretch are never fewer than
@@ -218,7 +255,7 @@ def _integrals(label: str, target: TargetSpec, ranges: Ranges) -> dict[str, _Int
         pages = ranges.pages[label]
         least = 2.0 if target.least is None else target.least
         return {
-            f"stretch_{n}/{statistic}": _Pages(least, most, start, helps=True)
+            f"stretch_{n}/{statistic}": _Factors(least, most, start, helps=True)
             for n, (start, most) in enumerate(zip(pages.rule.blocks, pages.most), start=1)
         }
     if target.moves == "layers":
@@ -230,4 +267,4 @@ def _integrals(label: str, target: TargetSpec, ranges: Ranges) -> dict[str, _Int
         return {statistic: _Share(least, 1.0, 1.0, helps=False)}
     least = 1.0 if target.least is None else target.least
     most = float(ranges.max_staleness)
-    return {statistic: _Integral(least, most, most, helps=False)}
+    return {statistic: _Staleness(least, most, least, helps=False)}

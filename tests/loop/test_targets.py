@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -20,55 +21,77 @@ from rlcore.types import PageRule
 NAME = "mismatch/agreement_p5"
 
 
-def controlled(state=None, **settings):
+def controlled(most=12, own_age=0, state=None, **settings):
     targets = {"bf16": TargetSpec(**settings)}
-    return SetPoints(targets, Ranges(12), several=False, state=state or {})
+    return SetPoints(targets, Ranges(most, own_age), several=False, state=state or {})
 
 
-def drive(controller, agreement, steps):
-    """The bound in force at each step, the statistic being a function of it and of the step."""
-    bounds = []
+def drive(controller, agreement, steps, own_age=0):
+    """The bound in force and the age of the trained tokens at each step; the statistic is a
+    function of the age and of the step.
+
+    Batches wait in order, as many as the bound admits, so that a bound shows in the tokens that
+    many steps later."""
+    waiting, seen = [], []
     for step in range(steps):
-        controller.observe({NAME: agreement(controller.bound, step)})
-        bounds.append(controller.bound)
-    return bounds
+        while len(waiting) <= controller.bound:
+            waiting.append(step)
+        age = own_age + step - waiting.pop(0)
+        controller.observe({NAME: agreement(age, step), "staleness/max": age})
+        seen.append((controller.bound, age))
+    return seen
 
 
-def test_the_statistic_is_held_and_the_bound_does_not_swing():
-    """Agreement falls by 0.02 a step of staleness, with an alternating error of 0.008."""
+@pytest.mark.parametrize("own_age", [0, 7])
+def test_the_statistic_is_held_and_the_bound_does_not_swing(own_age):
+    """|log r| grows by 0.012 a step of staleness, with an alternating error of 0.008."""
 
-    def agreement(bound, step):
-        return 0.99 - 0.02 * bound + (0.008 if step % 2 else -0.008)
+    def agreement(age, step):
+        return math.exp(-0.012 * age) + (0.008 if step % 2 else -0.008)
 
-    bounds = drive(controlled(rate=0.05), agreement, 300)
-    assert bounds[0] == 12 and set(bounds[150:]) <= {6, 7}
-    assert abs(0.99 - 0.02 * bounds[-1] - 0.86) < 0.02
-    changes = sum(a != b for a, b in pairwise(bounds[150:]))
-    assert changes == 0
+    seen = drive(controlled(32, own_age), agreement, 200, own_age)
+    bounds, ages = zip(*seen)
+    assert bounds[0] <= 2  # it begins at the least
+    assert all(abs(math.exp(-0.012 * age) - 0.86) < 0.02 for age in ages[100:])
+    assert sum(a != b for a, b in pairwise(bounds[100:])) == 0
+
+
+@given(st.floats(0.5, 1.5), st.integers(2, 24), st.floats(0.05, 0.2))
+def test_it_settles_whatever_the_law_by_which_samples_age(power, held, rate):
+    """|log r| grows with a power of the age, and is 0.15 at `held` steps."""
+    slope = -math.log(0.86) / held**power
+    seen = drive(controlled(32, rate=rate), lambda age, _: math.exp(-slope * age**power), 400)
+    bounds, ages = zip(*seen[-100:])
+    assert max(bounds) - min(bounds) <= 1 and {*ages} <= {
+        *bounds
+    }  # neighbours, where steps are coarse
+    assert abs(bounds[0] - held) <= 1 or abs(math.exp(-slope * bounds[0] ** power) - 0.86) < 0.05
 
 
 def test_a_policy_that_drifts_is_followed():
-    bounds = drive(controlled(), lambda bound, step: 0.99 - 0.0001 * step * bound, 400)
-    assert bounds[0] == 12 and bounds[-1] in (3, 4) and bounds == sorted(bounds, reverse=True)
+    seen = drive(controlled(rate=0.2), lambda age, step: math.exp(-0.00016 * step * age), 400)
+    bounds = [bound for bound, _ in seen]
+    assert bounds[20] == 12 and bounds[-1] in (2, 3)
+    assert bounds[20:] == sorted(bounds[20:], reverse=True)
 
 
-@given(st.lists(st.floats(0, 1), max_size=60), st.integers(0, 60))
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 30)), max_size=60), st.integers(0, 60))
 def test_it_stays_within_its_bounds_and_goes_on_from_a_checkpoint_exactly(found, at):
     whole, parts = controlled(least=3), controlled(least=3)
-    for place, value in enumerate(found):
+    for place, (value, age) in enumerate(found):
         if place == at:
             parts = controlled(least=3, state=parts.state())
-        whole.observe({NAME: value})
-        parts.observe({NAME: value})
+        whole.observe({NAME: value, "staleness/max": age})
+        parts.observe({NAME: value, "staleness/max": age})
         assert parts.state() == whole.state() and 3 <= whole.bound <= 12
 
 
 def test_a_step_without_a_token_of_the_kind_moves_nothing():
     controller = SetPoints({"fp8": TargetSpec()}, Ranges(8), several=True, state={})
-    controller.observe({NAME: 0.1, f"{NAME}@bf16": 0.1})
-    assert controller.state() == {"fp8": {"moved": [[8, 8]]}}
-    controller.observe({f"{NAME}@fp8": 0.1})
-    assert controller.state()["fp8"]["moved"][0][0] < 8
+    controller.observe({NAME: 0.99, f"{NAME}@bf16": 0.99})
+    assert controller.state() == {"fp8": {"moved": [[1, 1]]}}
+    controller.observe({f"{NAME}@fp8": 0.99})
+    assert controller.state()["fp8"]["moved"][0][0] > 1
     assert SetPoints({}, Ranges(8), several=True, state={}).bound is None
 
 
@@ -79,7 +102,7 @@ STRETCH = "mismatch/stretch_{}/agreement_p5"
 
 def paged(state=None, **settings):
     targets = {"sparse": TargetSpec(moves="pages", **settings)}
-    ranges = Ranges(4, {"sparse": START})
+    ranges = Ranges(4, pages={"sparse": START})
     return SetPoints(targets, ranges, several=False, state=state or {})
 
 
@@ -127,7 +150,7 @@ def test_pages_stay_within_bounds_and_go_on_from_a_checkpoint_exactly(found, at)
 
 
 def test_pages_without_a_target_stay_what_they_are():
-    controller = SetPoints({}, Ranges(4, {"sparse": START}), several=False, state={})
+    controller = SetPoints({}, Ranges(4, pages={"sparse": START}), several=False, state={})
     controller.observe({STRETCH.format(1): 0.1})
     assert controller.page_rules == {"sparse": START.rule} and controller.state() == {}
 
