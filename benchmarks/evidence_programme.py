@@ -286,6 +286,7 @@ _SET_POINT_STUDY = Study(
     arms={"set-point": ("actor.bf16.target={value: 0.86}",), "tis": ("correction=[tis]",)},
     swept=False,
     # lines of "first controller" are those of the set-point before it was replaced
+    contrasts=(("set-point", "tis", "32"), ("set-point", "first controller", "32")),
     figure=("matched", "set-point", "first controller", "tis"),
     watched=("mismatch/agreement_p5", "control/bf16/staleness", "staleness/mean"),
     held=Held(
