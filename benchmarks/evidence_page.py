@@ -315,7 +315,9 @@ def _over_seconds(axis: Any, arms: Sequence[Arm]) -> None:
 
 
 def _by_size(axis: Any, study: Study, lines: Sequence[Line]) -> None:
-    order = (study.matched[0], *study.sizes)
+    further = () if study.swept else study.further  # of a sweep, they are of other kinds
+    made = {line["size"] for line in lines if "arm" in line}
+    order = [s for s in (study.matched[0], *study.sizes, *further) if s in made]
     for number, arm in enumerate(study.figure):
         at = {s: [r["final"] for r in _at(lines, arm, s)] for s in order}
         found = {s: interval(finals) for s, finals in at.items() if len(finals) >= LEAST}
