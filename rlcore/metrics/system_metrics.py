@@ -172,7 +172,7 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "control/<label>/statistic",
         "1",
         "of these actors' tokens, which actor.LABEL.target holds at its value",
-        healthy="within 0.02 of the value, or below it at the least staleness",
+        healthy="within 0.02 of the value; above it at the most, below it at the least",
         otherwise="[Mismatch](mismatch.md#control)",
     ),
     Metric("control/<label>/staleness", "steps", "that the set-point admits", "last"),
