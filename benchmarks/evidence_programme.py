@@ -285,7 +285,7 @@ _SET_POINT_STUDY = Study(
     sizes={eta: (f"schedule.max_staleness={eta}",) for eta in ("8", "32")},
     arms={"set-point": ("actor.bf16.target={value: 0.86}",), "tis": ("correction=[tis]",)},
     swept=False,
-    # lines of "first controller" are those of the set-point before it was replaced
+    replaced=("first controller",),  # the set-point's
     contrasts=(("set-point", "tis", "32"), ("set-point", "first controller", "32")),
     figure=("matched", "set-point", "first controller", "tis"),
     watched=("mismatch/agreement_p5", "control/bf16/staleness", "staleness/mean"),

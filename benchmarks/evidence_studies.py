@@ -90,6 +90,7 @@ class Study:
     deployed: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()  # metrics that lines keep over time, besides those of every study
     held: Held | None = None  # shown in a table and two panels
+    replaced: tuple[str, ...] = ()  # arms whose lines are kept, and that nothing runs any more
 
 
 def _phases(*lengths: int) -> dict[str, Words]:

@@ -348,7 +348,7 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     page = (evidence_page.PAGES / "programme.md" if registered else own).read_text()
     assert page.count(evidence_page.BEGIN) == page.count(evidence_page.END) == 1
     assert evidence_tables.source_digest(evidence.ROOT, study.sources)
-    arms = {study.reference, "uncorrected", *study.arms}
+    arms = {study.reference, "uncorrected", *study.arms, *study.replaced}
     arms |= {arm for own in study.further.values() for arm in own}
     assert len(study.figure) <= 4 and set(study.figure) <= arms
     assert set(study.figure) <= set(evidence_page.COLOURS)
