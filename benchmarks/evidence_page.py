@@ -170,7 +170,8 @@ def _verdict(registered: Registered, hypothesis: Hypothesis, lines: Sequence[Lin
         return found
     done, total = _counted(registered.study, lines).split(" of ")
     found = found if int(done) >= int(total) else f"{found} so far"
-    return f"none, gate not met (else {found})" if registered.gate.met(lines) is False else found
+    gate = hypothesis.gate or registered.gate
+    return f"none, gate not met (else {found})" if gate.met(lines) is False else found
 
 
 def _counted(study: Study, lines: Sequence[Line]) -> str:

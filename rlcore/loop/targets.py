@@ -109,7 +109,7 @@ class _Factors(_Integral):
 
 
 class _Staleness(_Factors):
-    """Steps of staleness, none among them."""
+    """Steps of staleness, which may be 0."""
 
     _added = 1.0
 

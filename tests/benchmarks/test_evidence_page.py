@@ -97,6 +97,9 @@ def test_a_verdict_before_the_last_run_holds_so_far(tmp_path, monkeypatch):
     evidence_page.write_programme(unmet, {"a": lines})
     said = (tmp_path / "programme.md").read_text()
     assert "| none, gate not met (else supported) |" in said and "| learns | no |" in said
+    own = replace(unmet["a"], hypotheses=(replace(hypothesis, gate=gate),))
+    evidence_page.write_programme({"a": own}, {"a": lines})
+    assert "| 8 of 8 | supported |" in (tmp_path / "programme.md").read_text()
 
 
 def test_refused_pairs_and_old_lines_are_said(tmp_path, monkeypatch):

@@ -62,9 +62,8 @@ def test_it_settles_whatever_the_law_by_which_samples_age(power, held, rate):
     slope = -math.log(0.86) / held**power
     seen = drive(controlled(32, rate=rate), lambda age, _: math.exp(-slope * age**power), 400)
     bounds, ages = zip(*seen[-100:])
-    assert max(bounds) - min(bounds) <= 1 and {*ages} <= {
-        *bounds
-    }  # neighbours, where steps are coarse
+    # where a step of staleness is much, the bound may alternate between neighbours
+    assert max(bounds) - min(bounds) <= 1 and {*ages} <= {*bounds}
     assert abs(bounds[0] - held) <= 1 or abs(math.exp(-slope * bounds[0] ** power) - 0.86) < 0.05
 
 
