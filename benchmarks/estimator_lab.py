@@ -29,6 +29,7 @@ from estimator_lab_page import write_page
 from torch import Tensor
 
 from rlcore.corrections import functional as F
+from rlcore.corrections.regimes import fixed_share
 
 STATES, VOCAB, SEEDS = 16, 32, tuple(range(8))
 #: By length of answers: kinds of mismatch and their sizes.
@@ -38,9 +39,16 @@ GRID: dict[int, dict[str, tuple[float, ...]]] = {
         "fresh": (0.1, 0.3, 0.6),
         "stale": (0.01, 0.1),
         "draft": (0.3, 0.6),
+        "mixed": (0.05, 0.1, 0.25, 0.5),
     },
-    64: {"fixed": (0.1, 0.3, 0.6), "fresh": (0.3, 0.6), "draft": (0.3,)},
+    64: {
+        "fixed": (0.1, 0.3, 0.6),
+        "fresh": (0.3, 0.6),
+        "draft": (0.3,),
+        "mixed": (0.05, 0.1, 0.25, 0.5),
+    },
 }
+MIXED = 0.3  # deviation of a mixed error of logits, whose size is the fixed part of its variance
 DRAWS = 2000  # of the noise, for expectations under fresh noise
 BATCHES = (16, 128, 1024, math.inf)
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +122,8 @@ def mismatched(
         return base + size * error, base, 0.0
     if kind == "fresh":
         return base, base, size
+    if kind == "mixed":
+        return base + MIXED * math.sqrt(size) * error, base, MIXED * math.sqrt(1 - size)
     if kind == "draft":
         return (1 - size) * base + 2 * size * error, base, 0.0
     ahead = base.clone()  # the learner, `size` nats of exact ascent later
@@ -205,6 +215,7 @@ def study(
     _, signals = F.ais(token_logp, token_inf, advantages, on)
     alpha = signals["alpha"]
     ess = F.mismatch_values(F.mismatch_accumulate(token_logp, token_inf, on))["ess"]
+    again = fixed_share(token_logp, token_inf, on, states * VOCAB + tokens)
     own = {n: gradients(w * advantages, states, tokens, target) for n, w in weights.items()}
     drawn = torch.from_numpy(rng.random(accepted.shape)) < accepted
     z_max = torch.where(accepted > 0, weights["jackpot"] / accepted.clamp(min=1e-300), 0.0)
@@ -212,7 +223,7 @@ def study(
     means["jackpot, drawn"] = means["jackpot"]
     for name in ("jackpot", "jackpot, drawn"):  # the mean is over the tokens that stay
         own[name], means[name] = own[name] / kept, means[name] / kept
-    mix = _mixing(own, means, exact.flatten())
+    parts = _mixed_error(own, means, exact.flatten())
     for found in (own, means):
         full = found.pop("w5")
         found["ais"] = found["none"] + alpha * (full - found["none"])
@@ -221,8 +232,10 @@ def study(
         "kl": mass.item(),
         "acceptance": kept,
         "ess": ess,
+        "fixed_share": again["fixed_share"],
         "alpha": alpha,
-        "mixing": mix,
+        "mixing": [_best_share(parts, batch) for batch in BATCHES],
+        "mixed_error": parts,
         "n_star_seen": F.batch_worth_correcting(own["none"], own["tis C=10"]),
         "scale": exact.square().sum().item(),
         "arms": {
@@ -236,18 +249,23 @@ def study(
     }
 
 
-def _mixing(own: Weights, means: Weights, exact: Tensor) -> list[float]:
-    """The share of correction with the least mean squared error, at each size of batch."""
-    biases = [means[n] - exact for n in ("none", "w5")]
-    spread = [own[n] - means[n] for n in ("none", "w5")]
-    bias = torch.tensor([[(a @ b).item() for a in biases] for b in biases])
-    vary = torch.tensor([[(a * b).sum(1).mean().item() for a in spread] for b in spread])
-    found = []
-    for batch in BATCHES:
-        (a, c), (_, b) = (bias + vary / batch).tolist()
-        curve = a - 2 * c + b  # of the error (1-x)^2 a + 2 x (1-x) c + x^2 b
-        found.append(min(max((a - c) / curve, 0.0), 1.0) if curve > 0 else 0.0)
-    return found
+def _mixed_error(own: Weights, means: Weights, exact: Tensor) -> dict[str, list[float]]:
+    """Squared bias and variance of no correction, of that with C = 5, and their product: at share x
+    and N answers the mean squared error is `bias + variance / N` of (1-x)^2, x^2 and 2 x (1-x)."""
+    pairs = (("none", "none"), ("w5", "w5"), ("none", "w5"))
+    errors = {n: means[n] - exact for n in ("none", "w5")}
+    spread = {n: own[n] - means[n] for n in ("none", "w5")}
+    return {
+        "bias": [(errors[a] @ errors[b]).item() for a, b in pairs],
+        "variance": [(spread[a] * spread[b]).sum(1).mean().item() for a, b in pairs],
+    }
+
+
+def _best_share(parts: dict[str, list[float]], batch: float) -> float:
+    """The share of correction with the least mean squared error."""
+    a, b, c = (bias + vary / batch for bias, vary in zip(parts["bias"], parts["variance"]))
+    curve = a - 2 * c + b
+    return min(max((a - c) / curve, 0.0), 1.0) if curve > 0 else 0.0
 
 
 def cell(kind: str, size: float, length: int, answers: int, seeds: Sequence[int]) -> dict[str, Any]:
@@ -256,7 +274,7 @@ def cell(kind: str, size: float, length: int, answers: int, seeds: Sequence[int]
 
     Errors of logits also count reversed: what is odd in them, such as an actor that happens to be
     the more certain one, is no matter of size."""
-    signs = (1, -1) if kind in ("fixed", "draft") else (1,)
+    signs = (1, -1) if kind in ("fixed", "draft", "mixed") else (1,)
     worlds = [study(kind, size, length, answers, s, sign) for s in seeds for sign in signs]
 
     def mean(get: Callable[[dict[str, Any]], Any]) -> Any:
@@ -270,10 +288,12 @@ def cell(kind: str, size: float, length: int, answers: int, seeds: Sequence[int]
             for key in ("bias2", "variance", "cosine")
         )
         arms[name] = {"bias2": bias2 / scale, "variance": variance / scale, "cosine": cosine}
-    figures = ("kl", "acceptance", "ess", "alpha", "mixing")
+    figures = ("kl", "acceptance", "ess", "fixed_share", "alpha", "mixing")
+    parts = {k: mean(lambda w, k=k: w["mixed_error"][k]) for k in ("bias", "variance")}
     return {
         **{"kind": kind, "size": size, "length": length},
         **{name: mean(lambda w, n=name: w[n]) for name in figures},
+        "mixed_error": {k: [v / scale for v in values] for k, values in parts.items()},
         "n_star_seen": sorted(w["n_star_seen"] for w in worlds),
         "arms": arms,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ import numpy as np
 from evidence_page import COLOURS, PAGES, panels, replace_block
 from harness import table
 
+from rlcore.corrections.decisions import typical_n_star
+
 Found = Mapping[str, Any]
 PAGE = PAGES / "estimator-lab.md"
 SHOWN = {"tis C=10": "tis", "ais": "ais", "jackpot, drawn": "jackpot, drawn"}
+MIXED = 0.3  # size of the fixed error that mixed ones are compared with
 PANELS = (("fixed", 0.3, 8), ("fixed", 0.3, 64), ("fresh", 0.3, 8))
 
 
@@ -38,10 +41,12 @@ def block(found: Found) -> str:
         [
             "![Error of the gradient over the batch, and success under a floor](estimator-lab.svg)",
             "\n".join(verdicts),
+            mixed(found),
             table([_cell(cell) for cell in found["cells"]]),
+            *shares(found),
             table([_floor(row) for row in found["floors"]]),
             *(needle(found["needle"]) if "needle" in found else []),
-            f"{found['answers']} answers a variance, 8 worlds (fixed and draft: 16), float64.",
+            f"{found['answers']} answers a variance, 8 worlds (fixed, draft, mixed: 16), float64.",
         ]
     )
 
@@ -52,7 +57,7 @@ def hypotheses(found: Found) -> dict[str, str]:
     arms = [cell["arms"] for cell in found["cells"]]
     rejection = [a["jackpot, drawn"]["variance"] / a["jackpot"]["variance"] for a in arms]
     by_length = {
-        length: [n_star(c["arms"]["tis C=10"], c["arms"]["none"]) for c in _fixed(found, length)]
+        length: [_star(c) for c in _fixed(found, length)]
         for length in sorted({c["length"] for c in found["cells"]})
     }
     spread = "; ".join(
@@ -71,6 +76,70 @@ def hypotheses(found: Found) -> dict[str, str]:
             f"{min(fresh):.1%} to {max(fresh):.1%}"
         ),
     }
+
+
+def mixed(found: Found) -> str:
+    """N* of errors that are in part drawn anew, against that of a fixed error over their share."""
+    said = []
+    for length in sorted({c["length"] for c in found["cells"]}):
+        own = [c for c in found["cells"] if c["kind"] == "mixed" and c["length"] == length]
+        fixed = next(c for c in _fixed(found, length) if c["size"] == MIXED)
+        times = [_star(c) * c["fixed_share"] / _star(fixed) for c in own]
+        shares = [c["fixed_share"] for c in own]
+        said.append(
+            f"{min(times):.1f} to {max(times):.1f} times at {length} tokens "
+            f"(shares of {min(shares):.2f} to {max(shares):.2f})"
+        )
+    return (
+        "N\\* of an error that is in part drawn anew, over that of a fixed error of its size "
+        f"divided by `mismatch/fixed_share`: {'; '.join(said)}."
+    )
+
+
+#: How much of C = 5's correction each takes, of a cell and of N answers.
+SHARES: Mapping[str, Callable[[Found, int], float]] = {
+    "none": lambda cell, answers: 0.0,
+    "whole": lambda cell, answers: 1.0,
+    "AIS's signals": lambda cell, answers: float(cell["alpha"]),
+    "N/(N + N\\*)": lambda cell, answers: (
+        answers / (answers + typical_n_star(cell["length"], cell["fixed_share"]))
+    ),
+}
+
+
+def excess(cell: Found, share: float, answers: int) -> float:
+    """Mean squared error of the gradient at a share of correction, over the least of any share."""
+    x = np.linspace(0.0, 1.0, 201)
+    parts = cell["mixed_error"]
+    a, b, c = (bias + vary / answers for bias, vary in zip(parts["bias"], parts["variance"]))
+
+    def error(x: Any) -> Any:
+        return (1 - x) ** 2 * a + x**2 * b + 2 * x * (1 - x) * c
+
+    return float(error(share) / min(error(x).min(), error(share)))
+
+
+def shares(found: Found) -> list[str]:
+    """How far each share of correction is from the best one, mean and largest over cells."""
+    stale = [c for c in found["cells"] if c["kind"] == "stale"]
+    others = [c for c in found["cells"] if c["kind"] != "stale"]
+    rows = []
+    for said, cells in (("all but stale", others), ("stale", stale)):
+        for answers in (16, 128, 1024):
+            row = {"mismatch": said, "answers": str(answers)}
+            for name, share in SHARES.items():
+                own = [excess(c, share(c, answers), answers) - 1 for c in cells]
+                row[name] = f"{np.mean(own):.0%}, {max(own):.0%}"
+            rows.append(row)
+    return [
+        "**How much to correct.** Squared error of the gradient above that of the best share of "
+        "correction (C = 5), mean and largest over the mismatches of the table:",
+        table(rows),
+    ]
+
+
+def _star(cell: Found) -> float:
+    return n_star(cell["arms"]["tis C=10"], cell["arms"]["none"])
 
 
 def _fixed(found: Found, length: int) -> list[Found]:
@@ -95,6 +164,7 @@ def _cell(cell: Found) -> dict[str, str]:
         "KL": f"{cell['kl']:.2g}",
         "ESS": f"{cell['ess']:.2f}",
         "acceptance": f"{cell['acceptance']:.2f}",
+        "fixed share": f"{cell['fixed_share']:.2f}",
         "bias of none": f"{_bias(cell):.3f}",
         "of tis": f"{math.sqrt(arms['tis C=10']['bias2']):.3f}",
         "cosine of tis, mis": f"{arms['tis C=10']['cosine']:.2f}, {arms['mis']['cosine']:.2f}",

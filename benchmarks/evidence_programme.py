@@ -160,6 +160,7 @@ _BATCH_ARMS: Mapping[str, Words] = {
     "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
     "ais": ("correction=[ais]",),
 }
+_BY_SIZE: Words = ("correction=[ais]", "correction.ais.alpha=n_star")
 _BATCH_STUDY = Study(
     experiment="evidence/ais",
     knob="error of the actor, answers in a batch",
@@ -170,12 +171,13 @@ _BATCH_STUDY = Study(
         for answers, shape in _BATCHES.items()
     },
     arms=_BATCH_ARMS,
-    # as far from the learner as INT3 at the first step, which noise of 0.75 is not
     further={
+        "int3, 512": {"ais by size": (*_batch(*_BATCHES["512"]), *_ERRORS["int3"], *_BY_SIZE)},
+        # as far from the learner as INT3 at the first step, which noise of 0.75 is not
         "noise of 1, 512": {
             arm: (*_batch(*_BATCHES["512"]), "actor=[bf16]", "actor.bf16.logit_noise=1", *words)
-            for arm, words in _BATCH_ARMS.items()
-        }
+            for arm, words in {**_BATCH_ARMS, "ais by size": _BY_SIZE}.items()
+        },
     },
     swept=False,
     shown="int3, 512",
@@ -431,6 +433,20 @@ PROGRAMME: dict[str, Registered] = {
                 (UNCORRECTED,),
                 "noise of 1, 512",
                 within=0.05,
+                gate=_kl_gate("noise of 1"),
+            ),
+            Hypothesis(
+                "ais by size",
+                (UNCORRECTED,),
+                "int3, 512",
+                at_least=0.05,
+                gate=_kl_gate("noise of 1"),
+            ),
+            Hypothesis(
+                "ais by size",
+                (UNCORRECTED,),
+                "noise of 1, 512",
+                within=0.03,
                 gate=_kl_gate("noise of 1"),
             ),
         ),

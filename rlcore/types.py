@@ -406,6 +406,9 @@ class StepTensors:
     # no actor has pages by position
     stretch: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None  # [B, T] int64, the sampled tokens; 0 where there is none
+    # [B, T] int64: a number that tokens share whose kind of actor, versions and ids, from the first
+    # of their record on, are equal; None: the model does not read from left to right
+    repeats: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> StepTensors:
         """The same tensors for some of the sequences: their numbers [b], or a mask [B] bool."""

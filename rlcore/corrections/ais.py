@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+from rlcore.corrections.decisions import settled_share, typical_n_star
 from rlcore.corrections.numerics import (
     CLAMP,
     SumReduce,
@@ -21,6 +22,7 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
+from rlcore.corrections.regimes import fixed_share
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
@@ -41,6 +43,9 @@ class AisSpec(CorrectionSpec):
     method: ClassVar[str] = "rlcore.corrections.ais:Ais"
     weighs: ClassVar[bool] = True
 
+    alpha: Literal["signals", "n_star"] = setting(
+        "signals", "from three signals of the batch (the paper's), or from its size: N/(N + N*)"
+    )
     cap: float = setting(5.0, "C: w = min(p_ref/p_inf, C)", ge=1)
     delta: float = setting(0.02, "mean |dlogp| at which the correction is full", gt=0)
     gamma: float = setting(1.2, "growth of std(A*w)/std(A) that is tolerated", gt=0)
@@ -219,9 +224,31 @@ def _root(value: Number) -> Number:
     return value.sqrt() if isinstance(value, torch.Tensor) else sqrt(value)
 
 
+def share_by_size(
+    step: StepTensors, on: Tensor, reduce: SumReduce | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """The share of correction [B, T] with about the least mean squared error of the gradient: of N
+    answers with tokens `on` [B, T]
+
+        alpha = N/(N + N*),   N* = typical_n_star(tokens of an answer)/fixed_share
+
+    and 1 for tokens of an older policy than the step's, whose correction pays in a batch of any
+    size. Without `step.repeats` the error counts as fixed. Also {"alpha", "n_star"}: of the tokens
+    of this policy. Waits for the device.
+    """
+    answers, tokens = total([on.any(-1), on], reduce)
+    found = {}
+    if step.repeats is not None:
+        found = fixed_share(step.logp_ref, step.logp_inf, on, step.repeats, reduce)
+    star = typical_n_star(tokens / max(answers, 1.0), settled_share(found | {"tokens": tokens}))
+    alpha = answers / (answers + star)
+    share = torch.where(step.token_version < step.step, 1.0, alpha).to(step.logp_ref)
+    return share, {"alpha": alpha, "n_star": star}
+
+
 class Ais(Correction):
     """Weight `1 + alpha (min(p_ref/p_inf, cap) - 1)`, alpha estimated from the step (AIS eq. 12 to
-    18).
+    18), or by `share_by_size`.
 
     The paper's mini-batch is here the step's global batch: the tokens still in the loss when AIS's
     turn comes, less those outside the safe set (DVP), which have weight 0 from there.
@@ -230,15 +257,21 @@ class Ais(Correction):
     needs = Needs(batch_stats=True)
 
     def __init__(self, spec: AisSpec, run_seed: int) -> None:
-        self.settings = spec.model_dump()  # the formula's keywords are the setting's names
+        self._by_size = spec.alpha == "n_star"
+        # the formula's keywords are the setting's names
+        self.settings = spec.model_dump(exclude={"alpha"})
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        weight, metrics = ais(
-            step.logp_ref,
-            step.logp_inf,
-            step.advantages,
-            inside(step, current.mask),  # a token outside would count as the largest difference
-            **self.settings,
-            reduce=reduce,
-        )
+        on = inside(step, current.mask)  # a token outside would count as the largest difference
+        if self._by_size:
+            difference, usable = log_difference(step.logp_ref, step.logp_inf, on)
+            share, metrics = share_by_size(step, usable, reduce)
+            w = ratio(difference).clamp(max=self.settings["cap"])
+            weight = finish(1.0 + share * (w - 1.0), usable, on)
+        else:
+            weight, metrics = ais(
+                *(step.logp_ref, step.logp_inf, step.advantages, on),
+                **self.settings,
+                reduce=reduce,
+            )
         return Corrected(current.weight * weight, current.mask, metrics)

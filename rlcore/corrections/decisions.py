@@ -14,6 +14,8 @@ import yaml
 from rlcore.spec import Spec
 
 Bounds = tuple[float | None, float | None]
+_LEAST_SHARE = 0.01  # that a step can tell from 0
+_REPEATED = 100  # tokens that tell fixed errors from fresh ones
 
 
 class Regime(Spec):
@@ -61,11 +63,20 @@ def regimes_of(figures: Mapping[str, float]) -> tuple[Regime, ...]:
     return tuple(found.values())
 
 
-def typical_n_star(tokens: float) -> float:
-    """N* in answers, for rounding errors and answers of this many tokens.
+def settled_share(figures: Mapping[str, float]) -> float:
+    """The share of an error that repeats, from "fixed_share", "repeated_share" and "tokens" of a
+    step; 1, a fixed error, where it is of fewer than a hundred tokens, which say little."""
+    repeated = figures.get("tokens", 0.0) * figures.get("repeated_share", 0.0)
+    return figures.get("fixed_share", 1.0) if repeated >= _REPEATED else 1.0
 
-    A value of the lab, interpolated by the logarithm of the length: a network has one of its own,
+
+def typical_n_star(tokens: float, fixed_share: float = 1.0) -> float:
+    """N* in answers, for answers of this many tokens and an error of which `fixed_share` repeats
+    (`regimes.fixed_share`): bias comes from the fixed part alone, variance from all of it.
+
+    A value of the lab for rounding errors, interpolated by the logarithm of the length, over the
+    share: in the lab that holds from fixed to all but fresh errors. A network has an N* of its own,
     which `functional.batch_worth_correcting` estimates from its gradients."""
     (short, many), (long, few) = sorted(_table()["n_star"].items())
     share = math.log(max(tokens, 1.0) / short) / math.log(long / short)
-    return float(many * (few / many) ** min(max(share, 0.0), 1.0))
+    return float(many * (few / many) ** min(max(share, 0.0), 1.0)) / max(fixed_share, _LEAST_SHARE)

@@ -28,6 +28,7 @@ from rlcore.corrections.numerics import (
 )
 from rlcore.corrections.regimes import (
     agreement_by_stretch,
+    fixed_share,
     floor_tokens,
     mismatch_tails,
     worth_of_correcting,
@@ -137,7 +138,7 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         step.logp_inf,
         step.advantages,
         on,
-        **ais_spec.model_dump(),
+        **ais_spec.model_dump(exclude={"alpha"}),
         reduce=reduce,
     )
     metrics |= {f"ais_{name}": value for name, value in signals.items()}
@@ -148,6 +149,8 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
     metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
     metrics |= worth_of_correcting(step, on, reduce)
     metrics |= mismatch_tails(step.logp_ref, step.logp_inf, on, reduce)
+    if step.repeats is not None:
+        metrics |= fixed_share(step.logp_ref, step.logp_inf, on, step.repeats, reduce)
     if step.stretch is not None:
         metrics |= agreement_by_stretch(step.logp_ref, step.logp_inf, on, step.stretch, reduce)
     return {f"mismatch/{name}": value for name, value in metrics.items()}

@@ -1,8 +1,9 @@
 """Figures of a mismatch that say whether correcting it pays, and its tails.
 
 N*, the answers a batch needs before correction lowers the mean squared error of its gradient, and
-T*m, the tokens of an answer that come from the actor's probability floor (METHODS.md). Percentiles
-of the ratio p_ref/p_inf and of |log p_ref - log p_inf|, over all tokens and by eighths of answers.
+T*m, the tokens of an answer that come from the actor's probability floor (METHODS.md). The share of
+the mismatch that repeats. Percentiles of the ratio p_ref/p_inf and of |log p_ref - log p_inf|, over
+all tokens and by eighths of answers.
 """
 
 from __future__ import annotations
@@ -107,6 +108,42 @@ def _sketched(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The number that each id adds to, and its sign: Knuth's multiplicative hash."""
     bits = (ids.clamp(min=0) * 2654435761) & 0xFFFFFFFF
     return bits >> 24, 1 - 2 * ((bits >> 23) & 1)
+
+
+def fixed_share(
+    logp_ref: Tensor,
+    logp_inf: Tensor,
+    on: Tensor,
+    repeats: Tensor,
+    reduce: SumReduce | None = None,
+) -> dict[str, float]:
+    """How much of the mismatch is the same each time that a token is sampled after the same ones.
+
+    Rounded weights, another model and older weights are off by a function of the context; noise, or
+    sums in another order, by an error that is drawn anew. Actors with such an error sample from its
+    mean q = E[p_inf], and the ratio w = p_ref/p_inf has the mean p_ref/q given context and token:
+    that part of it biases an uncorrected gradient, and all of it adds variance to a corrected one.
+    With u = min(w, 10) - 1 of the n >= 2 tokens `on` that have equal `repeats`, and sums over such
+    sets,
+
+        fixed_share = sum ((sum u)^2 - sum u^2)/(n - 1) / sum (sum u^2),
+
+    products of different draws over squares, in expectation chi^2(p_ref || q) over the mean of
+    chi^2(p_ref || p_inf) where no w is above 10: 1 for a fixed error, near 0 for a fresh one. Also
+    "repeated_share", such tokens over all; fixed_share is not there without any that differ.
+    Log-probs, on and repeats (`StepTensors.repeats`) [B, T]; sets are formed within a rank.
+    """
+    difference = at_least_float32(logp_ref) - at_least_float32(logp_inf)
+    u = ratio(difference[on].double()).clamp(max=NEARLY_WHOLE) - 1.0
+    _, place, count = torch.unique(repeats[on], return_inverse=True, return_counts=True)
+    total, squares = (torch.bincount(place, v, minlength=len(count)) for v in (u, u * u))
+    again = count > 1
+    products = (total.square() - squares) / (count - 1).clamp(min=1)
+    found = [products[again].sum(), squares[again].sum(), count[again].sum(), count.sum()]
+    summed = torch.stack([value.double() for value in found])
+    fixed, whole, repeated, tokens = (summed if reduce is None else reduce(summed)).tolist()
+    shares = {"repeated_share": repeated / max(tokens, 1.0)}
+    return shares | ({"fixed_share": fixed / whole} if whole > 0 else {})
 
 
 def floor_tokens(logp_ref: Tensor, logp_inf: Tensor, outside: Tensor, mask: Tensor) -> Tensor:

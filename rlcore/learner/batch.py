@@ -6,6 +6,7 @@ Rows are episodes, columns their sampled tokens over all turns and parts, in ord
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -286,6 +287,7 @@ def build_batch(
             [e.parts[-1].finish_reason == "length" for e in episodes], torch.bool
         ),
         token_ids=rows.tokens("sampled_ids", 0, np.int64),
+        repeats=rows.repeats() if read is read_next_tokens else None,
     )
     if kinds:
         numbers = {label: number for number, label in enumerate(kinds)}
@@ -373,6 +375,26 @@ class _EpisodeRows:
                 start = end
         return torch.from_numpy(out).to(self._device)
 
+    def repeats(self) -> Tensor:
+        """[B, T] int64: `StepTensors.repeats`, a hash of all that determines a token's p_inf.
+
+        Sums modulo 2^64 of ids and versions, each times a factor of its position and the last
+        mixed, so that two hashes agree by chance in one of 2^64 pairs."""
+        longest = max((len(t.token_ids) for e in self._episodes for t in e.parts), default=0)
+        factors = _mixed(np.arange(1, longest + 1, dtype=np.uint64)) | np.uint64(1)
+        out = np.zeros((len(self._episodes), self._width), np.uint64)
+        for row, episode in zip(out, self._episodes):
+            start = 0
+            for part in episode.parts:
+                end = start + len(part.logp_inf)
+                read = part.token_ids.astype(np.uint64)
+                read[part.sampled] += (part.token_version.astype(np.uint64) + 1) << 32
+                kind = np.uint64(zlib.crc32(actor_label(part.actor_id).encode()))
+                sums = np.cumsum(_mixed(read) * factors[: len(read)], dtype=np.uint64)
+                row[start:end] = _mixed(sums + kind)[part.sampled]
+                start = end
+        return torch.from_numpy(out.view(np.int64)).to(self._device)
+
     def whole_sets(self) -> Tensor:
         """[B, T] bool: the set that sampling kept is stored whole. Where there is no token, too."""
         out = np.ones((len(self._episodes), self._width), bool)
@@ -403,6 +425,14 @@ class _EpisodeRows:
     def column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """One value an episode, [B]."""
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """[n] uint64 to [n] uint64: the finaliser of SplitMix64, one to one."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def _stored_whole(t: Trajectory) -> np.ndarray:

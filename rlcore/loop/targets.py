@@ -72,10 +72,14 @@ class _Integral:
         return whole if abs(self.place - self.value) > _MOVED else self.value
 
     def restore(self, place: float, value: float) -> None:
-        """Go on from a checkpoint, within the present bounds."""
+        """Go on from a checkpoint, within the present bounds. A place that stands for another value
+        than the one in force, as of a checkpoint that has it in other units, begins at the latter.
+        """
         least, most = self._code(self._least), self._code(self._most)
         self.place = min(max(float(place), least), most)
         self.value = min(max(float(value), self._least), self._most)
+        if self._in_force() != self.value:
+            self.place = self._code(self.value)
 
     def move(self, target: TargetSpec, statistic: Callable[[float], float]) -> None:
         """Move the value. `statistic`: of a step, as it would be with a given value."""

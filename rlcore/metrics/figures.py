@@ -202,6 +202,7 @@ CHARTS = (
         ("mismatch/agreement_p5", *_each("mismatch/ratio_p{}", "1", "5", "95", "99")),
     ),
     Chart(AGREE, "p_ref/p_inf, 5th percentile by eighths", ("mismatch/eighth_<n>/ratio_p5",)),
+    Chart(AGREE, "Share of the mismatch that repeats", ("mismatch/fixed_share",)),
     Chart(AGREE, "Answers above which correcting pays", ("mismatch/n_star",), log=True),
     Chart(AGREE, "Effective sample size", ("mismatch/ess", "mismatch/acceptance")),
     Chart(

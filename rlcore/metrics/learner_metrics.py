@@ -225,6 +225,13 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         otherwise=CORRECTION,
     ),
     Metric(
+        "correction/<name>/n_star",
+        "answers",
+        "ais with alpha=n_star: answers at which half of the correction is applied",
+        healthy=BY_CORRECTION,
+        otherwise=CORRECTION,
+    ),
+    Metric(
         "correction/<name>/batch_mean",
         "1",
         "tis: mean weight of the batch, which normalised weights are divided by",

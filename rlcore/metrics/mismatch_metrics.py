@@ -128,6 +128,13 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         healthy="above the run's answers a step: no correction is needed",
         otherwise="[which one](corrections/index.md#which-one)",
     ),
+    Metric(
+        "mismatch/fixed_share",
+        "share",
+        "of the squared error of log p_ref - log p_inf, over tokens that several answers of the "
+        "step have after the same ones: what repeats. 1: a function of the context; 0: drawn anew",
+    ),
+    Metric("mismatch/repeated_share", "share", "tokens from which mismatch/fixed_share is taken"),
     Metric("mismatch/bias2", "1", "squared bias of the uncorrected gradient of an output bias"),
     Metric("mismatch/variance_added", "1", "variance of an answer that correcting adds to it"),
     *(

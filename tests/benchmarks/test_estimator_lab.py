@@ -70,6 +70,11 @@ def test_fresh_noise_biases_less_than_a_fifth_of_a_fixed_error_of_its_kl(cells):
         assert biases[0] < 0.2 * biases[1]
 
 
+def test_the_fixed_share_of_samples_is_that_of_the_error():
+    for share in (0.1, 0.5):
+        assert cell("mixed", share, 8, 1000, SEEDS)["fixed_share"] == pytest.approx(share, abs=0.05)
+
+
 def test_the_page_is_written_from_the_data_and_the_data_from_the_code():
     found = json.loads(estimator_lab.RESULTS.read_text())
     assert estimator_lab_page.block(found) in estimator_lab_page.PAGE.read_text()

@@ -10,7 +10,11 @@ from correction_helpers import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.corrections.ais import Ais, AisSpec
 from rlcore.corrections.functional import ais, ais_accumulate, ais_weight
+from rlcore.corrections.numerics import OneRank
+from rlcore.interfaces import Corrected
+from rlcore.types import StepTensors
 
 
 def batch(seed: int, noise: float, b: int = 6, t: int = 9) -> tuple[torch.Tensor, ...]:
@@ -146,3 +150,67 @@ def test_alpha_is_one_number_however_the_batch_is_split_over_ranks() -> None:
     assert ais(ref[:2], inf[:2], adv[:2], mask[:2])[1]["alpha"] != pytest.approx(
         signals["alpha"], rel=1e-3
     )
+
+
+def step_of(ref, inf, mask, repeats=None, age=0):
+    """Tensors of a step of version 7, whose tokens are `age` versions older."""
+    rows = torch.arange(len(ref))
+    return StepTensors(
+        mask=mask,
+        logp_inf=inf,
+        logp_ref=ref,
+        logp_new=ref,
+        rewards=torch.zeros(len(ref)),
+        group_ids=rows,
+        advantages=torch.ones_like(ref),
+        token_version=(torch.full(ref.shape, 7) - age).int(),
+        sample_ids=rows,
+        step=7,
+        repeats=repeats,
+    )
+
+
+def of_size(step, **spec):
+    start = Corrected(torch.ones_like(step.logp_ref), step.mask, {})
+    return Ais(AisSpec(alpha="n_star", **spec), 0).correct(step, start, OneRank())
+
+
+def test_the_share_of_a_fixed_error_grows_with_the_batch_and_the_answers_length():
+    for answers, tokens, star in [(30, 8, 90), (90, 8, 90), (90, 64, 20)]:
+        ref, inf = torch.full((answers, tokens), -1.0), torch.full((answers, tokens), -1.3)
+        found = of_size(step_of(ref, inf, torch.ones_like(ref) > 0))
+        alpha = answers / (answers + star)
+        assert found.metrics == pytest.approx({"alpha": alpha, "n_star": star})
+        expected = torch.full_like(ref, 1 + alpha * (math.exp(0.3) - 1))
+        torch.testing.assert_close(found.weight, expected)
+
+
+def test_the_share_falls_with_what_is_drawn_anew():
+    g = torch.Generator().manual_seed(0)
+    ref = torch.full((100, 8), -1.0)
+    error = 0.3 * torch.randn(8, generator=g), 0.3 * torch.randn(100, 8, generator=g)
+    repeats = torch.arange(8).expand(100, 8)  # the k-th tokens of all answers are the same
+    on = torch.ones_like(ref) > 0
+    fixed, fresh = (
+        of_size(step_of(ref, ref + e.expand(100, 8), on, repeats)).metrics for e in error
+    )
+    assert fixed["n_star"] == pytest.approx(90, rel=1e-3) and fresh["n_star"] > 900
+    # unknown, or of too few tokens to tell: counted as fixed
+    alone = torch.arange(800).view(100, 8)
+    for unknown in (None, alone):
+        assert of_size(step_of(ref, ref + error[1], on, unknown)).metrics["n_star"] == 90
+
+
+def test_older_tokens_are_corrected_whole_and_masked_ones_not_at_all():
+    ref, inf = torch.full((90, 8), -1.0), torch.full((90, 8), -2.0)
+    inf[0, 0] = math.nan
+    age = torch.zeros(ref.shape)
+    age[1:, 1] = 1
+    on = torch.ones_like(ref) > 0
+    on[2, 2] = False
+    found = of_size(step_of(ref, inf, on, age=age), cap=2.0)
+    assert found.metrics["alpha"] == pytest.approx(0.5, abs=0.01)
+    assert found.weight[0, 0] == 0.0 and found.weight[2, 2] == 1.0
+    assert found.weight[1, 1] == 2.0
+    assert found.weight[3, 0] == pytest.approx(1 + found.metrics["alpha"])
+    assert torch.equal(found.mask, on)

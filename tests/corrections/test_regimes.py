@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlcore.corrections.functional import InvalidArgument, batch_worth_correcting, floor_tokens
 from rlcore.corrections.numerics import OneRank
-from rlcore.corrections.regimes import agreement_by_stretch, worth_of_correcting
+from rlcore.corrections.regimes import agreement_by_stretch, fixed_share, worth_of_correcting
 from rlcore.types import StepTensors
 
 
@@ -147,3 +149,47 @@ def test_n_star_needs_the_top_k_of_the_learner_and_two_parts():
     assert matched == {"bias2": 0.0, "variance_added": 0.0}
     step.ref_topk_ids = None
     assert worth_of_correcting(step, step.mask) == {}
+
+
+def drawn(fixed, fresh, *, contexts=40, draws=500, vocab=12, seed=0):
+    """(logp_ref, logp_inf, repeats) [contexts, draws] of tokens that an actor samples whose logits
+    are off by `fixed` times an error of the context and `fresh` times one of the draw."""
+    g = torch.Generator().manual_seed(seed)
+    logits, error = torch.randn(2, contexts, 1, vocab, generator=g, dtype=torch.float64)
+    own = torch.randn(contexts, draws, vocab, generator=g, dtype=torch.float64)
+    inf = (logits + fixed * error + fresh * own).log_softmax(-1)
+    ref = logits.log_softmax(-1).expand_as(inf)
+    x = torch.multinomial(inf.exp().view(-1, vocab), 1, generator=g).view(contexts, draws, 1)
+    repeats = vocab * torch.arange(contexts)[:, None] + x[..., 0]
+    return ref.gather(-1, x)[..., 0], inf.gather(-1, x)[..., 0], repeats
+
+
+@given(st.floats(0.0, 0.3), st.floats(0.02, 0.3))
+def test_the_fixed_share_is_the_fixed_part_of_the_variance(fixed, fresh):
+    ref, inf, repeats = drawn(fixed, fresh)
+    found = fixed_share(ref, inf, torch.ones_like(ref) > 0, repeats)
+    assert found["fixed_share"] == pytest.approx(fixed**2 / (fixed**2 + fresh**2), abs=0.1)
+    assert found["repeated_share"] > 0.95
+
+
+def test_a_fixed_error_has_all_of_its_share_at_any_size():
+    for size in (0.01, 3.0):
+        ref, inf, repeats = drawn(size, 0.0)
+        found = fixed_share(ref, inf, torch.ones_like(ref) > 0, repeats)
+        assert found["fixed_share"] == pytest.approx(1.0)
+
+
+def test_the_fixed_share_is_of_tokens_that_repeat_and_adds_up_over_ranks():
+    ref, inf, repeats = drawn(0.3, 0.3, contexts=20, draws=40)
+    on = torch.rand(ref.shape, generator=torch.Generator().manual_seed(4)) < 0.8
+    alone = torch.arange(ref.numel()).view(ref.shape)
+    assert fixed_share(ref, inf, on, alone) == {"repeated_share": 0.0}
+    assert fixed_share(ref, ref, on, repeats).keys() == {"repeated_share"}  # matched
+    assert fixed_share(ref, inf, on & False, repeats) == {"repeated_share": 0.0}
+    # an unusable log-prob that is not `on` does not spread
+    broken = inf.where(on, torch.nan)
+    halves = []
+    fixed_share(ref[:10], broken[:10], on[:10], repeats[:10], lambda v: halves.append(v) or v)
+    rest = ref[10:], broken[10:], on[10:], repeats[10:]
+    whole = fixed_share(*rest, lambda own: own + halves[0])
+    assert whole == pytest.approx(fixed_share(ref, inf, on, repeats))

@@ -133,7 +133,8 @@ def test_corrections_get_what_one_turn_of_the_same_tokens_would_give(shape):
     one_turn = make_trajectory(0, 0, turns=[((3,), sampled)], version=version, **joined)
     groups = [Group(0, "p", 0, [episode]), make_group([one_turn], [REWARDS[0]])]
     mine, plain = (build_batch([g], with_topk=True, device=CPU).sent for g in groups)
-    for name in mine.__dataclass_fields__:
+    # all but `repeats`: what was observed between the tokens is part of their contexts
+    for name in set(mine.__dataclass_fields__) - {"repeats"}:
         a, b = getattr(mine, name), getattr(plain, name)
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
 
@@ -237,3 +238,27 @@ def test_an_episode_is_of_the_kind_of_the_actor_that_drew_it():
     batch = build_batch(groups, with_topk=False, device=CPU, kinds=("bf16", "fp8"))
     assert batch.sent.kinds.tolist() == [1, 0, 1, 2]
     assert build_batch(groups, with_topk=False, device=CPU).sent.kinds is None
+
+
+def test_tokens_repeat_where_kind_versions_and_all_tokens_before_them_are_equal():
+    def repeats(*turns, version=(3, 3, 3), actor_id="bf16-0"):
+        version = np.array(version, np.int32)
+        drawn = make_trajectory(turns=turns, version=version, actor_id=actor_id)
+        (row,) = build_batch([make_group([drawn], [0.0])], with_topk=False, device=CPU).sent.repeats
+        return row.tolist()
+
+    first = repeats(((5, 9), [4, 7, 1]))
+    assert len(set(first)) == 3
+    assert repeats(((5, 9), [4, 7, 1]), actor_id="bf16-1") == first
+    # [how many of the first tokens repeat, the other answer]
+    others = [
+        (2, repeats(((5, 9), [4, 7, 2]))),
+        (0, repeats(((5, 8), [4, 7, 1]))),
+        (0, repeats(((9, 5), [4, 7, 1]))),  # the same tokens in another order
+        (1, repeats(((5, 9), [4, 1, 7]))),
+        (1, repeats(((5, 9), [4, 7, 1]), version=(3, 4, 4))),
+        (0, repeats(((5, 9), [4, 7, 1]), actor_id="fp8-0")),
+        (1, repeats(((5, 9), [4]), ((7,), [7, 1]))),  # an observation between them
+    ]
+    for count, other in others:
+        assert [a == b for a, b in zip(first, other)] == [n < count for n in range(3)]

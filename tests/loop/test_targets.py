@@ -85,6 +85,16 @@ def test_it_stays_within_its_bounds_and_goes_on_from_a_checkpoint_exactly(found,
         assert parts.state() == whole.state() and 3 <= whole.bound <= 12
 
 
+@pytest.mark.parametrize("place", [1.0, 6.0, 12.0])  # a bound in steps, as it was kept before
+def test_a_place_in_other_units_begins_at_the_bound_in_force(place):
+    resumed = controlled(state={"bf16": {"moved": [[place, place]]}})
+    assert resumed.bound == place
+    resumed.observe({NAME: 0.86, "staleness/max": place})
+    assert resumed.bound == place
+    resumed.observe({NAME: 0.5, "staleness/max": place})
+    assert resumed.bound < place or place == 1
+
+
 def test_a_step_without_a_token_of_the_kind_moves_nothing():
     controller = SetPoints({"fp8": TargetSpec()}, Ranges(8), several=True, state={})
     controller.observe({NAME: 0.99, f"{NAME}@bf16": 0.99})
