@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,19 +319,21 @@ def _over_seconds(axis: Any, arms: Sequence[Arm]) -> None:
 def _by_size(axis: Any, study: Study, lines: Sequence[Line]) -> None:
     further = () if study.swept else study.further  # of a sweep, they are of other kinds
     made = {line["size"] for line in lines if "arm" in line}
-    order = [s for s in (study.matched[0], *study.sizes, *further) if s in made]
+    named = dict.fromkeys((study.matched[0], *study.sizes, *further))
+    order = [s for s in named if s in made]
     for number, arm in enumerate(study.figure):
         at = {s: [r["final"] for r in _at(lines, arm, s)] for s in order}
         found = {s: interval(finals) for s, finals in at.items() if len(finals) >= LEAST}
-        means = [mean for mean, _, _ in found.values()]
-        errors = [
-            [m - low for m, low, _ in found.values()],
-            [high - m for m, _, high in found.values()],
-        ]
-        places = [order.index(size) + 0.06 * number for size in found]  # beside each other
-        axis.errorbar(
-            *(places, means), yerr=errors, marker="o", capsize=3, label=arm, color=COLOURS[arm]
-        )
+        # sizes of another kind ("int3, 512") are no steps of one scale: no line joins them
+        kinds = itertools.groupby(found, lambda s: "" if study.swept else s.rpartition(", ")[0])
+        for _, own in kinds:
+            sizes = list(own)
+            means, lows, highs = np.array([found[s] for s in sizes]).T
+            places = [order.index(size) + 0.06 * number for size in sizes]  # beside each other
+            axis.errorbar(
+                *(places, means, [means - lows, highs - means]),
+                **{"marker": "o", "capsize": 3, "label": arm, "color": COLOURS[arm]},
+            )
     axis.set(xlabel=study.knob, ylabel="final held-out accuracy", title="by size")
     axis.set_xticks(range(len(order)), order, rotation=20 if max(map(len, order)) > 4 else 0)
 

@@ -60,11 +60,15 @@ def test_a_part_above_its_budget_fails_and_names_the_dearest(suite, workers):
     )
     small = "from tiers import PARTS, Part\nPARTS['fast'] = Part('', 1, {})\n"
     words = ["-p", "small", "--budget", "fast", "-n", str(workers), "test_burn.py"]
-    code, output = suite(*words, files={"test_burn.py": burn, "small.py": small.format(0.5)})
+    quiet = {"RLCORE_TEST_SLOWNESS": "1 2"}
+    files = {"test_burn.py": burn, "small.py": small.format(0.5)}
+    code, output = suite(*words, files=files, **quiet)
     assert code == 1 and "12 passed" in output
     (sentence,) = re.findall(r"The tests of fast took .*", output)
     named = re.findall(r"test_burn\[(\d+)\]", sentence)
     assert len(named) == 10 and set(named) >= {"10", "11"}
+    code, output = suite(*words, files=files, RLCORE_TEST_SLOWNESS="1 5")
+    assert code == 0 and "Other programs keep this machine busy" in output
     code, output = suite(*words, files={"small.py": small.format(500)})
     assert code == 0 and "The tests of fast took" not in output
 

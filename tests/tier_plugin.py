@@ -149,6 +149,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 
 BEGAN = pytest.StashKey[float]()
+CROWDED = 4.0  # seconds by the clock for one of the processor; two test programs have 2
 
 
 def _cpu_s() -> float:
@@ -156,6 +157,11 @@ def _cpu_s() -> float:
     counted of other processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return charged() + sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _crowded() -> bool:
+    """Whether other programs share the processors: tests then cost more than their own time."""
+    return slowness().wall > CROWDED * slowness().cpu
 
 
 class _Account:
@@ -176,7 +182,7 @@ class _Account:
 
     @property
     def overspent(self) -> str:
-        """The sentence that a part fails with, or ""."""
+        """The sentence about a part above its budget, or ""."""
         total = sum(self.costs.values())
         if self._part is None or total <= tiers.PARTS[self._part].cpu_s:
             return ""
@@ -186,10 +192,12 @@ class _Account:
             f"of {tiers.PARTS[self._part].cpu_s:.0f} s (tests/tiers.py); the dearest are "
             + ", ".join(f"{name} ({cost:.0f} s)" for name, cost in dearest)
             + "."
+            + (" Other programs keep this machine busy, so that it is no failure." * _crowded())
         )
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.overspent and not self._worker and session.exitstatus == pytest.ExitCode.OK:
+        failed = self.overspent and not self._worker and not _crowded()
+        if failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
