@@ -30,8 +30,14 @@ def ranked(row: Row) -> list[dict[str, Any]]:
     for name, value in row.items():
         pooled, kind = split_kind(name)
         if kind and pooled == "worth/tokens_per_actor_s" and value is not None:
-            agreement = row.get(f"mismatch/agreement_p5@{kind}") or 0.0
-            found.append({"kind": kind, "tokens_per_actor_s": value, "agreement_p5": agreement})
+            found.append(
+                {
+                    "kind": kind,
+                    "tokens_per_actor_s": value,
+                    "agreement_p5": row.get(f"mismatch/agreement_p5@{kind}") or 0.0,
+                    "fixed_share": row.get(f"mismatch/fixed_share@{kind}"),
+                }
+            )
     return sorted(
         found, key=lambda k: (k["agreement_p5"] < TOLERATED, -float(k["tokens_per_actor_s"]))
     )
@@ -105,7 +111,9 @@ def kinds_lines(kinds: Sequence[Mapping[str, Any]], mixes: Mapping[str, Any]) ->
     yield f"kinds by effective tokens an actor-second; below agreement {TOLERATED} last:"
     for kind in kinds:
         worth, agreement = number(kind["tokens_per_actor_s"]), number(kind["agreement_p5"])
-        yield f"  {kind['kind']:20s} {worth:>8s} tokens/s, agreement_p5 {agreement}"
+        share = kind["fixed_share"]
+        repeats = "" if share is None else f", fixed_share {number(share)}"
+        yield f"  {kind['kind']:20s} {worth:>8s} tokens/s, agreement_p5 {agreement}{repeats}"
     yield from mix_lines(mixes)
 
 

@@ -48,7 +48,9 @@ def test_a_fast_kind_with_a_long_tail_is_ranked_last_and_mixed_in():
     assert set(found) == {"actor_s"}
     assert found["actor_s"]["shares"] == pytest.approx({"bf16": 0.8, "int3": 0.2})
     said = "\n".join(kinds_lines(ranked(ROW), found))
-    assert "actor.bf16.share=0.80 actor.int3.share=0.20" in said
+    assert "actor.bf16.share=0.80 actor.int3.share=0.20" in said and "fixed_share" not in said
+    (_, said) = list(kinds_lines(ranked(ROW | {"mismatch/fixed_share@int3": 0.25}), found))[1:3]
+    assert said.endswith("agreement_p5 0.7, fixed_share 0.25")
     bad = ROW | {"mismatch/below_086_share@bf16": 0.2}
     assert mix(kind_rates([bad], FLEET)) == {} and "no mix" in "\n".join(
         kinds_lines(ranked(bad), {})
