@@ -131,7 +131,7 @@ def fixed_share(
     products of different draws over squares, in expectation chi^2(p_ref || q) over the mean of
     chi^2(p_ref || p_inf) where no w is above 10: 1 for a fixed error, near 0 for a fresh one. Also
     "repeated_share", such tokens over all; fixed_share is not there without any that differ.
-    Log-probs, on and repeats (`StepTensors.repeats`) [B, T]; sets are formed within a rank.
+    Log-probs, on and repeats (`StepTensors.repeats`) [B, T]; sets are formed within groups.
     """
     difference = at_least_float32(logp_ref) - at_least_float32(logp_inf)
     u = ratio(difference[on].double()).clamp(max=NEARLY_WHOLE) - 1.0

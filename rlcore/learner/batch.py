@@ -389,9 +389,10 @@ class _EpisodeRows:
                 end = start + len(part.logp_inf)
                 read = part.token_ids.astype(np.uint64)
                 read[part.sampled] += (part.token_version.astype(np.uint64) + 1) << 32
-                kind = np.uint64(zlib.crc32(actor_label(part.actor_id).encode()))
+                # a group is whole on its rank: statistics do not depend on how ranks divide groups
+                own = f"{actor_label(part.actor_id)} {part.group_id}"
                 sums = np.cumsum(_mixed(read) * factors[: len(read)], dtype=np.uint64)
-                row[start:end] = _mixed(sums + kind)[part.sampled]
+                row[start:end] = _mixed(sums + np.uint64(zlib.crc32(own.encode())))[part.sampled]
                 start = end
         return torch.from_numpy(out.view(np.int64)).to(self._device)
 

@@ -27,6 +27,7 @@ WEIGHERS: list[dict[str, dict[str, Any]]] = [
     {"mis": {}},
     {"icepop": {}},
     {"ais": {}},
+    {"ais": {"alpha": "n_star"}},
     {"jackpot": {}},
     {"jackpot": {"normaliser": "none"}},
 ]

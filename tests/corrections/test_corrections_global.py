@@ -23,6 +23,7 @@ CHOICES: list[dict[str, dict[str, Any]]] = [
     {"tis": {"level": "sequence"}},
     {"mis": {"level": "geometric"}},
     {"veto": {"threshold": 0.1}, "ais": {}},
+    {"ais": {"alpha": "n_star"}},
     {"jackpot": {"alpha_hat": "bernoulli"}},
     {"jackpot": {"target": "new", "alpha_hat": "expected", "tail": "none", "missing": "bound"}},
     {"dvp": {}, "tis": {}},

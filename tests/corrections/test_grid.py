@@ -222,7 +222,7 @@ def test_a_quarter_of_the_page_s_policy_gradients_are_those_found_now() -> None:
     rows = grid_page.table([], grid_page.policy_rows(every=4)).splitlines()[2:]
     page = grid_page.PAGE.read_text(encoding="utf-8")
     missing = [row for row in rows if row not in page]
-    assert not missing, "run python tests/corrections/grid_page.py"
+    assert not missing, "run PYTHONPATH=tests python tests/corrections/grid_page.py"
     assert page.startswith(grid_page.head())
     refused = grid_page.table([], grid_page.refused_rows()).splitlines()[2:]
     assert page.endswith("\n".join(refused) + "\n")

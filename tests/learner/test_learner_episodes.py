@@ -240,10 +240,10 @@ def test_an_episode_is_of_the_kind_of_the_actor_that_drew_it():
     assert build_batch(groups, with_topk=False, device=CPU).sent.kinds is None
 
 
-def test_tokens_repeat_where_kind_versions_and_all_tokens_before_them_are_equal():
-    def repeats(*turns, version=(3, 3, 3), actor_id="bf16-0"):
+def test_tokens_of_a_group_repeat_where_kind_versions_and_all_tokens_before_are_equal():
+    def repeats(*turns, version=(3, 3, 3), actor_id="bf16-0", group=0):
         version = np.array(version, np.int32)
-        drawn = make_trajectory(turns=turns, version=version, actor_id=actor_id)
+        drawn = make_trajectory(group, turns=turns, version=version, actor_id=actor_id)
         (row,) = build_batch([make_group([drawn], [0.0])], with_topk=False, device=CPU).sent.repeats
         return row.tolist()
 
@@ -258,6 +258,7 @@ def test_tokens_repeat_where_kind_versions_and_all_tokens_before_them_are_equal(
         (1, repeats(((5, 9), [4, 1, 7]))),
         (1, repeats(((5, 9), [4, 7, 1]), version=(3, 4, 4))),
         (0, repeats(((5, 9), [4, 7, 1]), actor_id="fp8-0")),
+        (0, repeats(((5, 9), [4, 7, 1]), group=1)),  # another rank may hold it
         (1, repeats(((5, 9), [4]), ((7,), [7, 1]))),  # an observation between them
     ]
     for count, other in others:
