@@ -29,7 +29,6 @@ from estimator_lab_page import write_page
 from torch import Tensor
 
 from rlcore.corrections import functional as F
-from rlcore.corrections.regimes import fixed_share
 
 STATES, VOCAB, SEEDS = 16, 32, tuple(range(8))
 #: By length of answers: kinds of mismatch and their sizes.
@@ -215,7 +214,7 @@ def study(
     _, signals = F.ais(token_logp, token_inf, advantages, on)
     alpha = signals["alpha"]
     ess = F.mismatch_values(F.mismatch_accumulate(token_logp, token_inf, on))["ess"]
-    again = fixed_share(token_logp, token_inf, on, states * VOCAB + tokens)
+    again = F.fixed_share(token_logp, token_inf, on, states * VOCAB + tokens)
     own = {n: gradients(w * advantages, states, tokens, target) for n, w in weights.items()}
     drawn = torch.from_numpy(rng.random(accepted.shape)) < accepted
     z_max = torch.where(accepted > 0, weights["jackpot"] / accepted.clamp(min=1e-300), 0.0)

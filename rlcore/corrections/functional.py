@@ -19,8 +19,8 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
 likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
 `mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`, which also takes the maximum
 of `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what returns
-Python numbers: `ais`, `batch_worth_correcting`, `obrs_calibrate`, `mismatch_values` and
-`sequence_ess`. In the one-call forms `reduce` sums over ranks.
+Python numbers: `ais`, `batch_worth_correcting`, `fixed_share`, `obrs_calibrate`, `mismatch_values`
+and `sequence_ess`. In the one-call forms `reduce` sums over ranks.
 """
 
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ from rlcore.corrections.numerics import InvalidArgument, token_uniforms
 from rlcore.corrections.opsm import opsm
 from rlcore.corrections.outliers import outliers
 from rlcore.corrections.rapid import best_of_group, rapid_advantages
-from rlcore.corrections.regimes import batch_worth_correcting, floor_tokens
+from rlcore.corrections.regimes import batch_worth_correcting, fixed_share, floor_tokens
 from rlcore.corrections.tis import tis
 from rlcore.corrections.vcpo import (
     sequence_ess,
@@ -84,6 +84,7 @@ __all__ = [
     "dppo",
     "drpo",
     "entropy",
+    "fixed_share",
     "floor_tokens",
     "full_kl",
     "jackpot",

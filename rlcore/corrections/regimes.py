@@ -16,6 +16,7 @@ from rlcore.corrections.numerics import (
     CLAMP,
     SumReduce,
     at_least_float32,
+    log_difference,
     ratio,
     require,
     same_shape,
@@ -113,7 +114,7 @@ def _sketched(ids: Tensor) -> tuple[Tensor, Tensor]:
 def fixed_share(
     logp_ref: Tensor,
     logp_inf: Tensor,
-    on: Tensor,
+    mask: Tensor,
     repeats: Tensor,
     reduce: SumReduce | None = None,
 ) -> dict[str, float]:
@@ -123,19 +124,20 @@ def fixed_share(
     sums in another order, by an error that is drawn anew. Actors with such an error sample from its
     mean q = E[p_inf], and the ratio w = p_ref/p_inf has the mean p_ref/q given context and token:
     that part of it biases an uncorrected gradient, and all of it adds variance to a corrected one.
-    With u = min(w, 10) - 1 of the n >= 2 tokens `on` that have equal `repeats`, and sums over such
-    sets,
+    With u = min(w, 10) - 1 of the n >= 2 tokens that have equal `repeats`, and sums over such sets,
 
         fixed_share = sum ((sum u)^2 - sum u^2)/(n - 1) / sum (sum u^2),
 
     products of different draws over squares, in expectation chi^2(p_ref || q) over the mean of
     chi^2(p_ref || p_inf) where no w is above 10: 1 for a fixed error, near 0 for a fresh one. Also
     "repeated_share", such tokens over all; fixed_share is not there without any that differ.
-    Log-probs, on and repeats (`StepTensors.repeats`) [B, T]; sets are formed within groups.
+    Log-probs, mask and repeats [B, T] (int64, equal for tokens of equal context and id; a run's
+    `StepTensors.repeats` is so within groups). Waits for the device.
     """
-    difference = at_least_float32(logp_ref) - at_least_float32(logp_inf)
-    u = ratio(difference[on].double()).clamp(max=NEARLY_WHOLE) - 1.0
-    _, place, count = torch.unique(repeats[on], return_inverse=True, return_counts=True)
+    same_shape(logp_ref=logp_ref, logp_inf=logp_inf, mask=mask, repeats=repeats)
+    difference, usable = log_difference(logp_ref, logp_inf, mask)
+    u = ratio(difference[usable].double()).clamp(max=NEARLY_WHOLE) - 1.0
+    _, place, count = torch.unique(repeats[usable], return_inverse=True, return_counts=True)
     total, squares = (torch.bincount(place, v, minlength=len(count)) for v in (u, u * u))
     again = count > 1
     products = (total.square() - squares) / (count - 1).clamp(min=1)
