@@ -53,6 +53,7 @@ COLOURS = {
     "few pages": "C3",
     "equal pages": "C0",
     "ais": "C1",
+    "ais by size": "C6",
     "mis": "C5",
     "jackpot": "C2",
     "jackpot, drawn": "C8",

@@ -181,7 +181,7 @@ _BATCH_STUDY = Study(
     },
     swept=False,
     shown="int3, 512",
-    figure=("matched", UNCORRECTED, "tis C=5", "ais"),
+    figure=("matched", UNCORRECTED, "tis C=5", "ais by size"),
     watched=("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha"),
 )
 _RAPID_STUDY = Study(

@@ -43,14 +43,14 @@ class AisSpec(CorrectionSpec):
     method: ClassVar[str] = "rlcore.corrections.ais:Ais"
     weighs: ClassVar[bool] = True
 
-    alpha: Literal["signals", "n_star"] = setting(
-        "signals", "from three signals of the batch (the paper's), or from its size: N/(N + N*)"
-    )
     cap: float = setting(5.0, "C: w = min(p_ref/p_inf, C)", ge=1)
     delta: float = setting(0.02, "mean |dlogp| at which the correction is full", gt=0)
     gamma: float = setting(1.2, "growth of std(A*w)/std(A) that is tolerated", gt=0)
     beta: float = setting(1.0, "how much more growth damps the correction", ge=0)
     eps: float = setting(1e-6, "guards a division", gt=0)
+    alpha: Literal["signals", "n_star"] = setting(
+        "signals", "from three signals of the batch (the paper's), or from its size: N/(N + N*)"
+    )
 
     @property
     def biases(self) -> tuple[Bias, ...]:

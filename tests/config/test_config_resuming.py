@@ -76,7 +76,7 @@ FREE = {
     "correction.dppo": "region divergence low high delta cap penalty",
     "correction.jackpot": ("mode target lam c1 c2 alpha_hat missing tail short_circuit normaliser"),
     "correction.vcpo": "rule base cap target",
-    "correction.ais": "cap delta gamma beta eps",
+    "correction.ais": "cap delta gamma beta eps alpha",
     "correction.dvp": "zero",
     "correction.rapid": "eta leave_one_out",
     # a state is stored by parameter and entry, in float32: any division of it reads it
