@@ -27,7 +27,7 @@ from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
-from rlcore.spec import setting
+from rlcore.spec import Unread, setting
 from rlcore.types import StepTensors
 
 if TYPE_CHECKING:
@@ -42,6 +42,14 @@ class AisSpec(CorrectionSpec):
 
     method: ClassVar[str] = "rlcore.corrections.ais:Ais"
     weighs: ClassVar[bool] = True
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("delta", "gamma", "beta", "eps"),
+            lambda spec: spec.alpha == "n_star",
+            "alpha=n_star takes the share from the batch's size, not from signals",
+        ),
+    )
 
     cap: float = setting(5.0, "C: w = min(p_ref/p_inf, C)", ge=1)
     delta: float = setting(0.02, "mean |dlogp| at which the correction is full", gt=0)

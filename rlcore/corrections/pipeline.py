@@ -108,7 +108,8 @@ class Pipeline:
         self._weighs = weighs
         self._loss_corrects = loss_corrects
         self._rejects = any(stage.spec.rejects for stage in self.stages)
-        chosen = [stage.spec for stage in self.stages if isinstance(stage.spec, AisSpec)]
+        specs = (stage.spec for stage in self.stages)
+        chosen = [s for s in specs if isinstance(s, AisSpec) and s.alpha == "signals"]
         self._ais = chosen[0] if chosen else AisSpec()
 
     @property

@@ -21,6 +21,7 @@ from rlcore.spec import Spec
 
 EXPERIMENTS = Path(__file__).parents[2] / "configs/experiment"
 PRESETS = sorted(p for p in EXPERIMENTS.rglob("*.yaml") if p.parent.name != "evidence")
+AIS = "correction=[ais]"
 JACKPOT = "correction=[jackpot]"
 DPPO, SMOOTH = "correction=[dppo] algorithm=dppo", "correction.dppo.region=smooth"
 SEQUENCES = "algorithm.aggregation=seq-mean-token-mean"
@@ -215,6 +216,10 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ]
         for paper, expected in [("correction.jackpot.normaliser=paper", EXPECTED)]
         for name, value in [("alpha_hat", "bernoulli"), ("missing", "bound"), ("tail", "none")]
+    },
+    **{
+        f"correction.ais.{name}": [(value, f"{AIS} correction.ais.alpha=n_star", AIS)]
+        for name, value in [("delta", "0.1"), ("gamma", "2.0"), ("beta", "2.0"), ("eps", "0.1")]
     },
     "correction.dppo.delta": [("2.0", DPPO, f"{DPPO} {SMOOTH}")],
     **{

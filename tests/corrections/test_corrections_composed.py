@@ -118,6 +118,9 @@ def test_the_measured_ais_signals_are_those_of_the_configured_ais() -> None:
         assert metrics[f"mismatch/ais_{name}"] == metrics[f"correction/ais/{name}"], name
     usual = pipeline_of({}).correct(step, ONE_RANK).metrics
     assert usual["mismatch/ais_alpha_mis"] > metrics["mismatch/ais_alpha_mis"]
+    by_size = {"ais": {**settings, "alpha": "n_star"}}  # which does not read them
+    unread = pipeline_of(by_size).correct(step, ONE_RANK).metrics
+    assert unread["mismatch/ais_alpha_mis"] == usual["mismatch/ais_alpha_mis"]
 
 
 def test_a_veto_below_the_clamp_of_ratios_still_fires() -> None:
