@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from structure import ROOT
@@ -140,6 +141,7 @@ def _entry(registry: str, line: str) -> Callable[[str], str]:
     return after(f"{registry}: dict[str, str] = {{", f"\n    {line},\n    ")
 
 
+@cache  # pieces are equal by their edits, which each call would make anew
 def contributions() -> dict[str, list[Piece]]:
     """Name -> pieces, in the order in which they are added."""
     interfaces, objectives = "rlcore.interfaces", "rlcore.objectives"
