@@ -6,9 +6,9 @@ Rows are episodes, columns their sampled tokens over all turns and parts, in ord
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -390,9 +390,11 @@ class _EpisodeRows:
                 read = part.token_ids.astype(np.uint64)
                 read[part.sampled] += (part.token_version.astype(np.uint64) + 1) << 32
                 # a group is whole on its rank: statistics do not depend on how ranks divide groups
-                own = f"{actor_label(part.actor_id)} {part.group_id}"
-                sums = np.cumsum(_mixed(read) * factors[: len(read)], dtype=np.uint64)
-                row[start:end] = _mixed(sums + np.uint64(zlib.crc32(own.encode())))[part.sampled]
+                rule = PageRule.of_record(part.extras)
+                own = f"{part.group_id} {actor_label(part.actor_id)} {rule}".encode()
+                seed = np.frombuffer(blake2b(own, digest_size=8).digest(), np.uint64)
+                sums = seed + np.cumsum(_mixed(read) * factors[: len(read)], dtype=np.uint64)
+                row[start:end] = _mixed(sums)[part.sampled]
                 start = end
         return torch.from_numpy(out.view(np.int64)).to(self._device)
 
