@@ -355,7 +355,8 @@ def _tried(pieces: Iterable[Piece], tests: Iterable[str]) -> tuple[int, str]:
         if CURRENT in tests and any(piece.edit is _generated for piece in pieces):
             done = _run(root, "docs/generate.py")
             assert done.returncode == 0, done.stderr
-        words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly")
+        # -vv: messages that name several pieces are not shortened
+        words = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-m", "not nightly")
         done = _run(root, *words, *tests)
         return done.returncode, done.stdout + done.stderr
 
