@@ -136,6 +136,11 @@ _LARGE = Study(
     figure=("matched", "no weights", "token IS", "jackpot new"),
     stepped=True,
     against="p_new",
+    contrasts=(
+        ("token IS", "no weights", "3e-5"),
+        ("jackpot new", "no weights", "3e-5"),
+        ("jackpot new", "tis adjusted", "3e-5"),
+    ),
     watched=("correction/jackpot/acceptance", "entropy"),
 )
 
