@@ -133,7 +133,7 @@ def test_the_buffer_s_process_makes_no_full_passes():
     batching = BatchingSpec(groups_per_step=1)
     empty = ReplayBuffer(batching, SelectionSpec(), samples_per_group=2, **limits)
 
-    ray.init(num_cpus=1, object_store_memory=10**8, include_dashboard=False)
+    ray.init("local", num_cpus=1, object_store_memory=10**8, include_dashboard=False)
     try:
         buffer = start_buffer(hosting(), empty)
         wait_started(hosting(), [buffer])

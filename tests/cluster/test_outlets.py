@@ -31,7 +31,7 @@ def receiver():
 
 @pytest.fixture(scope="module")
 def ray_here():
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init("local", num_cpus=2, include_dashboard=False)
     yield
     ray.shutdown()
 
