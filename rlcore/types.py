@@ -406,8 +406,8 @@ class StepTensors:
     # no actor has pages by position
     stretch: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None  # [B, T] int64, the sampled tokens; 0 where there is none
-    # [B, T] int64: a number that tokens of a group share whose kind of actor, versions and ids are
-    # equal from the first of their record on; None: the model does not read from left to right
+    # [B, T] int64: a number that tokens of a group share whose kind of actor, page rule, versions
+    # and ids are equal from the first of their record on; None: the model reads in another order
     repeats: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> StepTensors:

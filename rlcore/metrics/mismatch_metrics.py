@@ -131,8 +131,8 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/fixed_share",
         "share",
-        "of the squared error of log p_ref - log p_inf, over tokens that several answers of the "
-        "step have after the same ones: what repeats. 1: a function of the context; 0: drawn anew",
+        "of the mean square of min(p_ref/p_inf, 10) - 1, over tokens that several answers of a "
+        "group have after the same ones: what repeats. 1: a function of the context; 0: drawn anew",
     ),
     Metric("mismatch/repeated_share", "share", "tokens from which mismatch/fixed_share is taken"),
     Metric("mismatch/bias2", "1", "squared bias of the uncorrected gradient of an output bias"),

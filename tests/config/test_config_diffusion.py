@@ -44,6 +44,10 @@ REFUSED = [  # words; parts of the sentence
     (["correction=jackpot"], ["correction=jackpot", "ais, tis, mis"]),
     (["correction=[dvp,mis]"], ["correction=dvp"]),
     (
+        ["correction=ais", "correction.ais.alpha=n_star"],
+        ["correction.ais.alpha=n_star", "use signals"],
+    ),
+    (
         ["learner.attention=flash_attention_2", "learner.num_gpus=1", "learner.zero_stage=1"],
         ["sdpa"],
     ),

@@ -4,6 +4,7 @@ of a `RunConfig`."""
 from __future__ import annotations
 
 from rlcore.config.schema import RunConfig
+from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.extras.diffusion.folder import LAYERS
 from rlcore.learner.specs import PARTS
@@ -129,6 +130,11 @@ def _check_sampling(c: RunConfig) -> None:
             f"{key}={label} rests on the distribution that each token was drawn from, and "
             "with model.diffusion only an estimate of its log-prob is known: use ais, tis, mis or "
             "another that weighs by ratios.",
+        )
+        refuse(
+            isinstance(spec, AisSpec) and spec.alpha == "n_star",
+            f"{key}.{label}.alpha=n_star tells fixed errors from fresh ones by answers with equal "
+            "first tokens, and model.diffusion does not read from left to right: use signals.",
         )
 
 
