@@ -75,8 +75,9 @@ def typical_n_star(tokens: float, fixed_share: float = 1.0) -> float:
     (`regimes.fixed_share`): bias comes from the fixed part alone, variance from all of it.
 
     A value of the lab for rounding errors, interpolated by the logarithm of the length, over the
-    share: in the lab that holds from fixed to all but fresh errors. A network has an N* of its own,
-    which `functional.batch_worth_correcting` estimates from its gradients."""
+    share. In the lab that holds at 8 tokens for shares down to 0.05; at 64 N* is three to four
+    times as large. A network has an N* of its own, which `functional.batch_worth_correcting`
+    estimates from its gradients."""
     (short, many), (long, few) = sorted(_table()["n_star"].items())
     share = math.log(max(tokens, 1.0) / short) / math.log(long / short)
     return float(many * (few / many) ** min(max(share, 0.0), 1.0)) / max(fixed_share, _LEAST_SHARE)

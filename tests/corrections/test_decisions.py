@@ -39,7 +39,7 @@ def test_n_star_over_the_fixed_share_is_a_lower_bound_in_the_labs_data(length):
     own = [c for c in cells if c["kind"] == "mixed" and c["length"] == length]
     for c in own:
         star = n_star(c["arms"]["tis C=10"], c["arms"]["none"])
-        assert 0.8 < star / typical_n_star(length, c["fixed_share"]) < 7
+        assert 0.8 < star / typical_n_star(length, c["fixed_share"]) < 4.5
     assert typical_n_star(length, -0.1) == 100 * typical_n_star(length)
 
 
