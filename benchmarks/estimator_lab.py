@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from estimator_lab_page import write_page
+from estimator_lab_page import MIXED, write_page
 from torch import Tensor
 
 from rlcore.corrections import functional as F
@@ -47,7 +47,6 @@ GRID: dict[int, dict[str, tuple[float, ...]]] = {
         "mixed": (0.05, 0.1, 0.25, 0.5),
     },
 }
-MIXED = 0.3  # deviation of a mixed error of logits, whose size is the fixed part of its variance
 DRAWS = 2000  # of the noise, for expectations under fresh noise
 BATCHES = (16, 128, 1024, math.inf)
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +120,7 @@ def mismatched(
         return base + size * error, base, 0.0
     if kind == "fresh":
         return base, base, size
-    if kind == "mixed":
+    if kind == "mixed":  # of deviation MIXED; `size` is the fixed part of its variance
         return base + MIXED * math.sqrt(size) * error, base, MIXED * math.sqrt(1 - size)
     if kind == "draft":
         return (1 - size) * base + 2 * size * error, base, 0.0

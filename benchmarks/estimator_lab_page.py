@@ -16,7 +16,7 @@ from rlcore.corrections.decisions import typical_n_star
 Found = Mapping[str, Any]
 PAGE = PAGES / "estimator-lab.md"
 SHOWN = {"tis C=10": "tis", "ais": "ais", "jackpot, drawn": "jackpot, drawn"}
-MIXED = 0.3  # size of the fixed error that mixed ones are compared with
+MIXED = 0.3  # deviation of mixed errors, and of the fixed one that they are compared with
 PANELS = (("fixed", 0.3, 8), ("fixed", 0.3, 64), ("fresh", 0.3, 8))
 
 
@@ -85,10 +85,10 @@ def mixed(found: Found) -> str:
         own = [c for c in found["cells"] if c["kind"] == "mixed" and c["length"] == length]
         fixed = next(c for c in _fixed(found, length) if c["size"] == MIXED)
         times = [_star(c) * c["fixed_share"] / _star(fixed) for c in own]
-        shares = [c["fixed_share"] for c in own]
+        fixed_part = [c["fixed_share"] for c in own]
         said.append(
             f"{min(times):.1f} to {max(times):.1f} times at {length} tokens "
-            f"(shares of {min(shares):.2f} to {max(shares):.2f})"
+            f"(shares of {min(fixed_part):.2f} to {max(fixed_part):.2f})"
         )
     return (
         "N\\* of an error that is in part drawn anew, over that of a fixed error of its size "

@@ -160,7 +160,7 @@ def _cpu_s() -> float:
 
 
 def _crowded() -> bool:
-    """Whether other programs share the processors: tests then cost more than their own time."""
+    """Other programs share the processors, beside which tests cost more than alone."""
     return slowness().wall > CROWDED * slowness().cpu
 
 
