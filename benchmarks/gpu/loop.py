@@ -22,6 +22,7 @@ COMMON = (
     "schedule.groups_per_step=8",
     "rollout.samples_per_prompt=4",
     "model.warmup.steps=10",
+    "algorithm.entropy_coef=0.01",  # moves the weights, whatever the rewards
     "checkpoint.every=1",
     "evaluation.every=0",
     "evaluation.at_start=false",
@@ -162,7 +163,7 @@ def loop(s: Setting) -> None:
 def summary(metrics: Path, largest: float) -> Row:
     """What the rows of a run that was resumed say; `largest`: mean |dlogp| that counts as equal.
 
-    Raises RuntimeError unless every step is there once.
+    Raises RuntimeError unless every step is there once and some had a gradient.
     """
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [r["step"] for r in rows]
@@ -170,6 +171,8 @@ def summary(metrics: Path, largest: float) -> Row:
         raise RuntimeError(f"the run and its resume have steps {steps}, not 1 to {STEPS + 2}")
     gaps: Row = {"mean |dlogp|": max(r["mismatch/abs_dlogp_mean"] for r in rows)}
     last = rows[-1]
+    if not any(r["grad_norm"] for r in rows):
+        raise RuntimeError("no step moved the weights: publications carried equal ones")
     speeds = {
         "step s": last["time/step_s"],
         "publish s": last["time/publish_s"],

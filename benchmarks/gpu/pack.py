@@ -1,13 +1,15 @@
 """Make an installed site folder small enough to carry to a machine without a network.
 
-    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 57] [--torch LIB]
+    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 48] [--torch LIB]
 
-SITE is what the GPU kit's `install` made (`pip install --target`), with Ray, Hydra, DeepSpeed and
-what they need added for the part `loop`. Code for other GPUs inside shared libraries becomes zeros,
-which compress away; FlashAttention 2, headers and what only servers need are removed. 936 MiB with
-vLLM 0.26 became 75 MB. OUT gets files of at most the limit:
+SITE is what `pip install --no-deps --target SITE` made, for the other machine's Python: the packages
+of a lock but those that the other machine has, or the GPU kit's. Code for other GPUs inside shared
+libraries becomes zeros, which compress away; Triton's library loses its symbols; what no check uses
+is removed. 3.5 GiB of `requirements/cuda.lock`, torch and Triton among them, became 333 MiB. OUT gets
+a folder of at most the limit for each journey, of pieces that are unpacked beside each other:
 
-    cat OUT/* | tar -xJ -C SITE       # there
+    bash benchmarks/gpu/unpack.sh OUT/00         # there, for each folder that arrives
+    bash benchmarks/gpu/unpack.sh all COUNT SITE # there, last; COUNT: of all pieces
 
 Nothing else of a library changes, not even its size. It serves GPUs of that architecture alone.
 
@@ -20,11 +22,14 @@ vLLM cannot do without ends the command.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import struct
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 MAGIC = 0xBA55ED50  # of NVIDIA's fat binaries
@@ -53,7 +58,20 @@ UNUSED = (
     "ray/cpp",
     "ray/dashboard/client",
     "pycountry/locales",
+    "torch/include",
+    "torch/share",
+    "torch/bin/protoc",
+    "torch/bin/protoc-3.13.0.0",
+    "triton/backends/amd/lib",
+    "triton/backends/nvidia/lib/cupti",
+    "triton/backends/nvidia/bin/ptxas-blackwell",
+    "triton/FileCheck",
+    "triton/instrumentation",
+    "triton/plugins",
+    "triton/_C/libproton.so",
+    "nvidia/nccl/include",
 )
+PIECE = 100 << 20  # bytes of the archive that are compressed together
 
 
 def unloadable(site: Path, torch: Path) -> dict[Path, str]:
@@ -120,30 +138,64 @@ def blank_other_code(data: bytearray, architecture: int) -> int:
 
 
 def prune(site: Path, architecture: int) -> None:
-    """Remove what no check uses, and other GPUs' code."""
+    """Remove what no check uses, other GPUs' code, and Triton's symbols."""
     for name in UNUSED:
         path = site / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    for name in LIBRARIES:
-        data = bytearray((site / name).read_bytes())
-        zeroed = blank_other_code(data, architecture)
-        (site / name).write_bytes(data)
-        print(f"{name}: {zeroed / 2**20:.0f} of {len(data) / 2**20:.0f} MiB zeroed")
+    for library in sorted(site.rglob("*.so*")):
+        if library.is_symlink() or not library.is_file():
+            continue
+        data = bytearray(library.read_bytes())
+        if zeroed := blank_other_code(data, architecture):
+            library.write_bytes(data)
+            name = library.relative_to(site)
+            print(f"{name}: {zeroed / 2**20:.0f} of {len(data) / 2**20:.0f} MiB zeroed")
+    compiler = site / "triton/_C/libtriton.so"
+    if compiler.exists():
+        subprocess.run(["strip", "--strip-unneeded", compiler], check=True, timeout=300)
 
 
-def pack(site: Path, out: Path, limit: int) -> None:
-    """Write the folder as pieces of one compressed archive."""
+def pack(site: Path, out: Path, limit: int, piece: int = PIECE) -> None:
+    """Write the folder as one archive cut into pieces, each compressed by itself, and put the pieces
+    into folders of at most `limit` bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    archive = out / "site.tar.xz"
-    with tarfile.open(archive, "w:xz") as tar:
+    archive = out / "site.tar"
+    with tarfile.open(archive, "w") as tar:
         tar.add(site, ".", filter=lambda m: None if "__pycache__" in m.name else m)
-    subprocess.run(["split", "-b", str(limit), "-d", archive, out / "piece"], check=True)
+    subprocess.run(["split", "-b", str(piece), "-d", "-a", "3", archive, out / "c"], check=True)
     archive.unlink()
-    for piece in sorted(out.iterdir()):
-        print(f"{piece.name}: {piece.stat().st_size / 2**20:.0f} MiB")
+    pieces = sorted(out.glob("c*"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda p: subprocess.run(["xz", "-6", p], check=True), pieces))
+    folders = journeys({p: p.stat().st_size for p in out.glob("c*.xz")}, limit)
+    for i, names in enumerate(folders):
+        folder = out / f"{i:02d}"
+        folder.mkdir()
+        for path in names:
+            path.rename(folder / path.name)
+        print(f"{folder.name}: {sum(p.stat().st_size for p in folder.iterdir()) / 2**20:.0f} MiB")
+    print(f"{len(pieces)} pieces in all")
+
+
+def journeys(sizes: Mapping[Path, int], limit: int) -> list[list[Path]]:
+    """Distribute files among as few folders of at most `limit` bytes as the largest first finds.
+
+    Exits where one file alone is larger.
+    """
+    found: list[tuple[int, list[Path]]] = []
+    for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        if size > limit:
+            sys.exit(f"{path.name} has {size} bytes, above the limit of {limit}")
+        at = next((i for i, (held, _) in enumerate(found) if held + size <= limit), None)
+        if at is None:
+            found.append((size, [path]))
+        else:
+            held, names = found[at]
+            found[at] = (held + size, [*names, path])
+    return [names for _, names in found]
 
 
 def main() -> None:
@@ -153,7 +205,7 @@ def main() -> None:
     parser.add_argument("site", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--architecture", type=int, default=90)
-    parser.add_argument("--limit-mb", type=int, default=57)
+    parser.add_argument("--limit-mb", type=int, default=48)
     parser.add_argument("--torch", type=Path, help="torch/lib of the other machine's version")
     args = parser.parse_args()
     if args.torch is not None:

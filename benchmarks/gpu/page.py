@@ -64,7 +64,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     columns = [name for name in rows[0] if name != "part"]
-    lines = [columns, ["---"] * len(columns)]
+    lines = [[cell(name) for name in columns], ["---"] * len(columns)]
     lines += [[cell(row.get(name, "")) for name in columns] for row in rows]
     return ["| " + " | ".join(words) + " |" for words in lines]
 

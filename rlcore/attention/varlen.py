@@ -8,9 +8,8 @@ Load the model with `attn_implementation=register_varlen()` or `register_fa4()`;
     model(input_ids=ids, position_ids=pos, use_cache=False, sequences=Sequences.of(pos))
 
 The tests put a plain implementation in place of the kernel, which CPUs lack, and call the kernel
-itself on tensors without memory; on an H100 it equals SDPA with torch 2.11, forward and backward
-(`benchmarks/results/gpu_h100.md`). A whole learner with it is unproven, and FlashAttention 4 with
-any.
+itself on tensors without memory; on an H100 it equals SDPA, forward and backward, and learners of
+whole runs attend by it (`benchmarks/results/gpu_h100.md`). FlashAttention 4 is unproven.
 """
 
 from __future__ import annotations

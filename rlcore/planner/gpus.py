@@ -2,7 +2,7 @@
 and computes 2 FLOPs a parameter and token; the two add up.
 
 Bandwidth and FLOPs are the manufacturers' dense figures. The shares of them that programs reach are
-assumptions, which a measurement replaces (`rates=FILE`): nothing here has run on a GPU.
+assumptions, which a measurement replaces (`rates=FILE`): no rate here was measured on a GPU.
 """
 
 from __future__ import annotations

@@ -191,8 +191,9 @@ def test_speeds_are_compared_at_equal_contexts_and_only_if_printed():
     ]
 
 
-def test_a_run_and_its_resume_must_have_every_step_once(tmp_path):
+def test_a_run_and_its_resume_must_have_every_step_once_and_move_the_weights(tmp_path):
     row = {
+        "grad_norm": 0.5,
         "mismatch/abs_dlogp_mean": 0.01,
         "time/step_s": 1.0,
         "time/publish_s": 0.1,
@@ -203,6 +204,10 @@ def test_a_run_and_its_resume_must_have_every_step_once(tmp_path):
     assert loop.summary(path, 0.05)["steps"] == 5
     path.write_text("".join(json.dumps(row | {"step": i}) + "\n" for i in (1, 2, 3, 3, 4)))
     with pytest.raises(RuntimeError, match=r"steps \[1, 2, 3, 3, 4\], not 1 to 5"):
+        loop.summary(path, 0.05)
+    still = row | {"grad_norm": 0.0}
+    path.write_text("".join(json.dumps(still | {"step": i}) + "\n" for i in range(1, 6)))
+    with pytest.raises(RuntimeError, match="no step moved the weights"):
         loop.summary(path, 0.05)
 
 

@@ -1,7 +1,10 @@
 """Carrying the GPU check's packages: other GPUs' code is zeroed, nothing else changes."""
 
+import os
+import random
 import struct
 import subprocess
+from pathlib import Path
 
 import pack
 import pytest
@@ -64,13 +67,44 @@ def test_extensions_that_the_other_torch_cannot_load_are_removed(tmp_path, torch
             pack.drop_unloadable(site, lib)
 
 
-def test_pieces_together_are_the_folder(tmp_path):
+UNPACK = Path(pack.__file__).parent / "unpack.sh"
+
+
+def unpack(store, *words):
+    return subprocess.run(
+        ["bash", UNPACK, *map(str, words)],
+        env=os.environ | {"STORE": str(store)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.processes
+def test_pieces_that_arrive_in_any_order_are_the_folder(tmp_path):
     site, out, there = tmp_path / "site", tmp_path / "out", tmp_path / "there"
     (site / "package" / "__pycache__").mkdir(parents=True)
     (site / "package" / "a.py").write_text("x = 1\n")
+    (site / "package" / "b.bin").write_bytes(random.Random(0).randbytes(9000))
     (site / "package" / "__pycache__" / "a.pyc").write_text("compiled")
-    pack.pack(site, out, 100)
-    assert len(list(out.iterdir())) > 1
-    there.mkdir()
-    subprocess.run(f"cat {out}/* | tar -xJ -C {there}", shell=True, check=True)
-    assert [str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()] == ["package/a.py"]
+    pack.pack(site, out, limit=5000, piece=4096)
+    folders = sorted(out.iterdir(), reverse=True)
+    count = len([*out.rglob("c*.xz")])
+    assert len(folders) > 1 and count > len(folders) - 1
+    for folder in folders:
+        assert unpack(tmp_path / "store", folder).returncode == 0
+    done = unpack(tmp_path / "store", "all", count, there)
+    assert done.returncode == 0, done.stderr
+    for name in ("a.py", "b.bin"):
+        assert (there / "package" / name).read_bytes() == (site / "package" / name).read_bytes()
+    assert (there / "package/__pycache__").exists()  # made there, not carried
+    assert not (there / "package/__pycache__/a.pyc").exists()
+
+
+def test_a_folder_holds_no_more_than_a_journey_takes():
+    sizes = {Path(name): size for name, size in {"a": 6, "b": 5, "c": 4, "d": 3}.items()}
+    found = pack.journeys(sizes, 10)
+    assert sorted(p for names in found for p in names) == sorted(sizes)
+    assert all(sum(sizes[p] for p in names) <= 10 for names in found) and len(found) == 2
+    with pytest.raises(SystemExit, match="above the limit of 5"):
+        pack.journeys(sizes, 5)

@@ -1,6 +1,7 @@
 """Block top-k sparse attention inside vLLM on CUDA, in place of its FlashAttention backend.
 
-Run on an H100 with vLLM 0.26 (`benchmarks/results/gpu_h100.md`), not yet with the locked version.
+Its kernels ran on an H100 with the locked versions, engines with vLLM 0.26
+(`benchmarks/results/gpu_h100.md`).
 `benchmarks/gpu/check.py` checks it against a reference and against dense attention.
 
     install(SparseSpec(...))         # before the engine starts, in the process that hosts the model

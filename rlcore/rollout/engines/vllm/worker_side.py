@@ -45,7 +45,7 @@ BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> 
 # vLLM's receivers of weights, with a record of what the model took. Registered under names of
 # their own, in every process that imports this file.
 #
-# `ipc` has run on one H100, unquantised; `nccl` and its patches are UNPROVEN on GPUs. vLLM drives
+# `ipc` has run on one H100 with the locked vLLM, unquantised; `nccl` and its patches are UNPROVEN on GPUs. vLLM drives
 # the reload of quantised layers itself; see vllm/distributed/weight_transfer/base.py. While it
 # loads patches it replaces `torch.Tensor.copy_` by a function of its own, for the whole process.
 
@@ -291,7 +291,7 @@ def _gather_logprobs(
 
     `logprobs` [n, V], `token_ids` [n] -> rows [n, 1 + num_logprobs], the sampled token first.
     """
-    # torch's own top k takes several times as long on CPU; this one is unproven on GPUs
+    # torch's own top k takes several times as long on CPU
     find = largest if on_cpu() else torch.topk
     top, top_ids = find(logprobs, num_logprobs)
     sampled = token_ids.unsqueeze(-1)
