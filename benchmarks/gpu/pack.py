@@ -2,11 +2,12 @@
 
     python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 48] [--torch LIB]
 
-SITE is what `pip install --no-deps --target SITE` made, for the other machine's Python: the packages
-of a lock but those that the other machine has, or the GPU kit's. Code for other GPUs inside shared
-libraries becomes zeros, which compress away; Triton's library loses its symbols; what no check uses
-is removed. 3.5 GiB of `requirements/cuda.lock`, torch and Triton among them, became 333 MiB. OUT gets
-a folder of at most the limit for each journey, of pieces that are unpacked beside each other:
+SITE is what `pip install --no-deps --target SITE` made, for the other machine's Python: the
+packages of a lock but those that the other machine has, or the GPU kit's. Code for other GPUs
+inside shared libraries becomes zeros, which compress away; Triton's library loses its symbols; what
+no check uses is removed. 3.5 GiB of `requirements/cuda.lock`, torch and Triton among them, became
+333 MiB. OUT gets a folder of at most the limit for each journey, of pieces that are unpacked beside
+each other:
 
     bash benchmarks/gpu/unpack.sh OUT/00         # there, for each folder that arrives
     bash benchmarks/gpu/unpack.sh all COUNT SITE # there, last; COUNT: of all pieces
@@ -159,8 +160,8 @@ def prune(site: Path, architecture: int) -> None:
 
 
 def pack(site: Path, out: Path, limit: int, piece: int = PIECE) -> None:
-    """Write the folder as one archive cut into pieces, each compressed by itself, and put the pieces
-    into folders of at most `limit` bytes."""
+    """Write the folder as one archive cut into pieces, each compressed by itself, and put them into
+    folders of at most `limit` bytes."""
     out.mkdir(parents=True, exist_ok=True)
     archive = out / "site.tar"
     with tarfile.open(archive, "w") as tar:

@@ -45,9 +45,10 @@ BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> 
 # vLLM's receivers of weights, with a record of what the model took. Registered under names of
 # their own, in every process that imports this file.
 #
-# `ipc` has run on one H100 with the locked vLLM, unquantised; `nccl` and its patches are UNPROVEN on GPUs. vLLM drives
-# the reload of quantised layers itself; see vllm/distributed/weight_transfer/base.py. While it
-# loads patches it replaces `torch.Tensor.copy_` by a function of its own, for the whole process.
+# `ipc` has run on one H100 with the locked vLLM, unquantised; `nccl` and its patches are UNPROVEN
+# on GPUs. vLLM drives the reload of quantised layers itself; see
+# vllm/distributed/weight_transfer/base.py. While it loads patches it replaces `torch.Tensor.copy_`
+# by a function of its own, for the whole process.
 
 
 class Recording:
