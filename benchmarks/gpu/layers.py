@@ -1,6 +1,6 @@
 """The part `layer` of `check.py`: one layer of an 8B model, forward and backward, as the learner
-computes it now (eager), compiled, with linear maps that multiply FP8 numbers, and with Liger's
-kernels."""
+computes it now (eager), compiled as a whole and in pieces, with linear maps that multiply FP8
+numbers, and with Liger's kernels."""
 
 from __future__ import annotations
 
@@ -75,6 +75,24 @@ def in_fp8_compiled(config: Any, s: Setting) -> Any:
     return torch.compile(in_fp8(config, s), backend="aot_eager" if s.small else "inductor")
 
 
+def in_pieces(config: Any, s: Setting) -> Any:
+    """`learner.layers=compiled`."""
+    from rlcore.learner.layer_kernels import compiled_layers
+
+    module = plain(config, s)
+    compiled_layers(module, torch.device(s.device))
+    return module
+
+
+def in_fp8_in_pieces(config: Any, s: Setting) -> Any:
+    """`learner.layers=compiled learner.fp8=tensor`."""
+    from rlcore.learner.layer_kernels import compiled_layers
+
+    module = in_fp8(config, s)
+    compiled_layers(module, torch.device(s.device))
+    return module
+
+
 def with_liger(config: Any, s: Setting) -> Any:
     """Its norms, rotary embedding and SwiGLU; replaces transformers' own for the process."""
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
@@ -86,8 +104,10 @@ def with_liger(config: Any, s: Setting) -> Any:
 WAYS: dict[str, Callable[[Any, Setting], Any]] = {
     "eager": plain,
     "compiled": compiled,
+    "compiled in pieces": in_pieces,
     "FP8": in_fp8,
     "FP8, compiled": in_fp8_compiled,
+    "FP8, compiled in pieces": in_fp8_in_pieces,
     "Liger": with_liger,  # last
 }
 

@@ -319,15 +319,24 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
 
 
 def check_layers(c: RunConfig) -> None:
-    """Liger's kernels need a GPU, and are refused where no run has shown them."""
-    layers = f"learner.layers={c.learner.layers}"
-    if c.learner.layers == "torch":
+    """Liger's kernels need a GPU; they and compiled layers are refused where no run has shown
+    them."""
+    learner = c.learner
+    layers = f"learner.layers={learner.layers}"
+    if learner.layers == "torch":
         return
     refuse(
-        c.learner.num_gpus == 0,
+        learner.layers == "liger" and learner.num_gpus == 0,
         f"{layers} is of GPU kernels, and learner.num_gpus=0: use learner.layers=torch.",
     )
-    for other, used in _unusual(c):
+    others = {
+        "learner.zero_stage=3": learner.zero_stage == 3,
+        f"learner.round_as={learner.round_as}": learner.round_as is not None,
+        "bitwise=true": c.bitwise,
+        f"critic.kind={c.critic.kind}": c.critic.trained,
+        f"teacher.kind={c.teacher.kind}": c.teacher.used,
+    }
+    for other, used in (*_unusual(c), *(others.items() if learner.layers == "compiled" else ())):
         refuse(used, f"{layers} is not proven with {other}: leave that out, or use layers=torch.")
 
 
@@ -348,7 +357,7 @@ def check_fp8(c: RunConfig) -> None:
     )
     others = {
         "learner.lora": learner.lora is not None,
-        f"learner.layers={learner.layers}": learner.layers != "torch",
+        f"learner.layers={learner.layers}": learner.layers == "liger",
         f"learner.round_as={learner.round_as}": learner.round_as is not None,
         "bitwise=true": c.bitwise,
         f"critic.kind={c.critic.kind}": c.critic.trained,

@@ -22,7 +22,7 @@ from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
-from rlcore.learner.layer_kernels import float8_layers, liger_layers, own_norms
+from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
@@ -385,6 +385,8 @@ class _Models:
             layers = RoundedLayers(lm, spec, model_path=self._job.model_path)
         if rounded and self._spec.fp8 != "none":
             float8_layers(lm, self._spec.fp8, emulate=self._device == CPU)
+        if self._spec.layers == "compiled":
+            compiled_layers(lm, self._device)
         return Policy(lm, rule, replay, self._shards, layers)
 
     def _trained(

@@ -1,6 +1,6 @@
 """Layers of a causal LM with other kernels than transformers': on CPU, RMS norms with a backward
-pass written here; on GPUs, Liger's norms, MLPs and rotary embeddings; and linear maps that multiply
-FP8 numbers, by torchao."""
+pass written here; on GPUs, Liger's norms, MLPs and rotary embeddings; linear maps that multiply FP8
+numbers, by torchao; and norms, MLPs and FP8 maps that torch compiles."""
 
 from __future__ import annotations
 
@@ -187,6 +187,43 @@ def float8_layers(lm: nn.Module, scales: str, *, emulate: bool) -> int:
     config = replace(config, emulate=emulate, pad_inner_dim=not emulate)
     convert_to_float8_training(lm, config=config, module_filter_fn=lambda _, name: name in maps)
     return len(maps)
+
+
+# What surrounds the products, fused by torch's compiler (inductor), which also rounds to FP8 in the
+# same kernels. Attention, hooks of DeepSpeed and checkpoints of activations stay outside.
+
+# One program serves all layers and lengths. It is made anew with and without gradients, for inputs
+# of three and four dimensions, and where a dimension is 1.
+_PROGRAMS = 32
+
+
+def compiled_layers(lm: nn.Module, device: torch.device) -> int:
+    """Have torch compile the norms and MLPs of a causal LM, or of one of its layers, and linear
+    maps of FP8 numbers outside of them, in place, each at its first call; returns how many they
+    are. Parameters keep their names.
+
+    Raises UserError where the compiler does not work on `device`.
+    """
+    try:
+        torch.compile(torch.Tensor.sin, dynamic=True)(torch.zeros(2, device=device))
+    except (RuntimeError, ImportError, OSError) as e:
+        raise UserError(
+            "learner.layers=compiled needs torch's compiler, which fails on this learner's "
+            f"{device.type} ({str(e).strip().splitlines()[0]}): install a C++ compiler (for GPUs, "
+            "triton), or use learner.layers=torch."
+        ) from e
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _PROGRAMS)
+    within: set[nn.Module] = set()
+    found = 0
+    for module in lm.modules():  # outer ones first
+        name = type(module).__name__
+        if module in within or not name.endswith(("RMSNorm", "MLP", "Float8Linear")):
+            continue
+        within |= {*module.modules()}
+        module.compile(dynamic=True)
+        found += 1
+    return found
 
 
 def _liger_norm(module: Any, x: Tensor) -> Tensor:

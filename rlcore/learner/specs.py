@@ -318,9 +318,10 @@ class LearnerSpec(OptimizerSpec):
         "sdpa. fa4: FlashAttention 4 of vLLM's wheel, for Hopper and Blackwell. Sparse attention: "
         "masks over tokens with sdpa, else FlexAttention's blocks",
     )
-    layers: Literal["torch", "liger"] = setting(
+    layers: Literal["torch", "liger", "compiled"] = setting(
         "torch",
-        "liger: norms, MLPs and rotary embeddings of Qwen3 and Llama by kernels of liger-kernel",
+        "liger: norms, MLPs and rotary embeddings of Qwen3 and Llama by kernels of liger-kernel; "
+        "compiled: norms, MLPs and maps of fp8 by torch's compiler",
     )
     fp8: Literal["none", "tensor", "row"] = setting(
         "none",

@@ -386,6 +386,14 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["learner.fp8=tensor", "learner.zero_stage=3"], ["learner.fp8=tensor", "zero_stage=3"]),
     (["learner.fp8=row", "learner.lora={}"], ["learner.fp8=row", "learner.lora"]),
+    (
+        ["schedule=on_policy", "learner.layers=compiled", "bitwise=true"],
+        ["learner.layers=compiled is not proven with bitwise=true"],
+    ),
+    (
+        ["learner=zero3", "learner.layers=compiled"],
+        ["learner.layers=compiled is not proven with learner.zero_stage=3", "layers=torch"],
+    ),
     ([*GPUS, "learner.fp8=row", "learner.layers=liger"], ["learner.fp8=row", "layers=liger"]),
     ([*GPUS, "learner.fp8=row", "learner.dtype=float32"], ["learner.fp8=row", "dtype=bfloat16"]),
     (

@@ -86,11 +86,13 @@ def main(scales: str, folder: Path) -> None:
     build.float8_layers = counted
     own = trained(model, CASES, fp8=scales)
     plain = trained(model, CASES, fp8="none")
+    [compiled] = trained(model, {"ZeRO-1": CASES["ZeRO-1"]}, fp8=scales, layers="compiled").values()
     build.float8_layers = by_definition
     wanted = trained(model, CASES, fp8=scales)
     apart = {case: largest(weights, wanted[case]) for case, weights in own.items()}
     without = largest(own["ZeRO-0"], plain["ZeRO-0"])
-    print("FOUND" + json.dumps({"apart": apart, "without": without, "maps": counts[0]}))
+    said = {"apart": apart, "without": without, "maps": counts[0]}
+    print("FOUND" + json.dumps(said | {"compiled": largest(compiled, wanted["ZeRO-1"])}))
 
 
 if __name__ == "__main__":

@@ -122,15 +122,15 @@ def make_groups(
 
 
 def trained(
-    model: str, cases: Mapping[str, Mapping[str, Any]], **settings: Any
+    model: str, cases: Mapping[str, Mapping[str, Any]], *, steps: int = 2, **settings: Any
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights after two steps of a rank, by case, each of which has settings of its own."""
+    """The weights after `steps` of a rank, by case, each of which has settings of its own."""
     found = {}
     for name, own in cases.items():
         # a job is not validated: a configuration may refuse on a CPU what tests compute there
         job = make_job(model, lr=1e-2, share_prefix="off", **settings, **own)
         rank = LearnerRank(job, make_place(0, 1, 0))
-        for step in range(2):
+        for step in range(steps):
             rank.begin_phase([make_groups(2, seed=step)])
             rank.train_step(step)
         found[name] = dict(rank.published_weights(POLICY, "float32"))

@@ -12,15 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_helpers import small_model
+from learner_helpers import small_model, trained
 from timing import deadline
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlcore.errors import UserError
-from rlcore.learner.layer_kernels import float8_layers, liger_layers, own_norms, rms_norm
+from rlcore.learner.layer_kernels import (
+    compiled_layers,
+    float8_layers,
+    liger_layers,
+    own_norms,
+    rms_norm,
+)
 from rlcore.learner.policy import load_causal_lm
+from rlcore.learner.specs import LoraSpec
 
 
 def _plain(x, weight, epsilon):
@@ -95,6 +102,53 @@ def test_fp8_products_need_their_package_and_sides_that_gpus_multiply(tmp_path, 
         float8_layers(lm, "tensor", emulate=True)
 
 
+def test_norms_and_mlps_are_compiled_once_and_a_missing_compiler_is_a_sentence(
+    tmp_path, monkeypatch
+):
+    lm = load_causal_lm(small_model(tmp_path), "float32", "sdpa")
+    asked = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **how: asked.append((m, how)))
+    monkeypatch.setattr(torch, "compile", lambda f, **how: f)  # the slow test compiles
+    assert compiled_layers(lm, torch.device("cpu")) == len(asked) == 2 * 5 + 1
+    assert len({m for m, _ in asked}) == len(asked)
+    assert all(how == {"dynamic": True} for _, how in asked)
+
+    def broken(f, **how):
+        raise RuntimeError("no C++ compiler found\n at all")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(
+        UserError, match=r"compiled .* cpu \(no C\+\+ compiler found\).*layers=torch"
+    ):
+        compiled_layers(lm, torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_compiled_layers_train_as_transformers_layers(tmp_path):
+    """By torch's compiler for CPUs; a program for all layers, and few for all lengths."""
+    from torch._dynamo.utils import counters
+
+    model = small_model(tmp_path / "model")
+    plain = trained(model, COMPILED, layers="torch")
+    start = trained(model, {"start": {"zero_stage": 0}}, layers="torch", steps=0)["start"]
+    counters.clear()
+    for name, weights in trained(model, COMPILED, layers="compiled").items():
+        apart = max(float((w - plain[name][n]).abs().max()) for n, w in weights.items())
+        moved = max(float((w - start[n]).abs().max()) for n, w in weights.items() if n in start)
+        assert apart < 2e-4 < 1e-3 < moved, (name, apart, moved)
+    assert 0 < counters["stats"]["unique_graphs"] < 40
+
+
+COMPILED = {
+    "ZeRO-0": {"zero_stage": 0},
+    "ZeRO-1": {"zero_stage": 1},
+    "ZeRO-2": {"zero_stage": 2},
+    "recomputed": {"gradient_checkpointing": True},
+    "reference": {"kl_coef": 0.1},
+    "sorted": {"layout": "sorted"},
+    "adapters": {"lora": LoraSpec(rank=2)},
+}
 LIGER, TORCHAO = "liger-kernel==0.8.5", "torchao==0.18.0"
 
 
@@ -137,6 +191,7 @@ def test_fp8_products_train_as_their_definition(scales, tmp_path):
     for name, apart in found["apart"].items():
         assert apart < 1e-6, (name, apart)
     assert found["without"] > 1e-3  # rounding does change what is learned
+    assert found["compiled"] < 2e-4
 
 
 @pytest.mark.slow
