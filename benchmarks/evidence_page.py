@@ -111,8 +111,8 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
             parts.append(f"![Accuracy over steps and over sizes]({name}.svg)")
         parts += [table(shown)] if shown else []
         if study.held is not None:
-            arms = dict.fromkeys(line["arm"] for line in made)
-            own = [(arm, [line for line in made if line["arm"] == arm]) for arm in arms]
+            cells = dict.fromkeys((line["arm"], line["size"]) for line in made)
+            own = [(c[0], [r for r in made if (r["arm"], r["size"]) == c]) for c in cells]
             parts.append(table(held_rows(study.held, own)))
         parts += [_contrasts(study.contrasts, members)] if study.contrasts else []
         parts += [_said(members)] if members else []
@@ -233,7 +233,8 @@ def choice(study: Study, lines: Sequence[Line]) -> str:
     if not study.swept:
         arms = 1 + len(study.sizes) * len(study.arms) + sum(map(len, study.further.values()))
         due = len(study.seeds) * arms
-        return f"{sum('arm' in line for line in lines)} of {due} runs have finished."
+        made = [line for line in lines if "arm" in line and line["arm"] not in study.replaced]
+        return f"{len(made)} of {due} runs have finished."
     chosen = [line["chosen"] for line in lines if "chosen" in line]
     if not chosen:
         return "The sweep over sizes is not whole yet, so that no size has been chosen."

@@ -177,7 +177,10 @@ _BATCH_STUDY = Study(
     },
     arms=_BATCH_ARMS,
     further={
-        "int3, 512": {"ais by size": (*_batch(*_BATCHES["512"]), *_ERRORS["int3"], *_BY_SIZE)},
+        **{
+            f"int3, {answers}": {"ais by size": (*_batch(*shape), *_ERRORS["int3"], *_BY_SIZE)}
+            for answers, shape in _BATCHES.items()
+        },
         # as far from the learner as INT3 at the first step, which noise of 0.75 is not
         "noise of 1, 512": {
             arm: (*_batch(*_BATCHES["512"]), "actor=[bf16]", "actor.bf16.logit_noise=1", *words)
@@ -453,6 +456,17 @@ PROGRAMME: dict[str, Registered] = {
                 "noise of 1, 512",
                 within=0.03,
                 gate=_kl_gate("noise of 1"),
+            ),
+            # below N* as little is corrected as pays, and above it as much
+            *(
+                Hypothesis(
+                    "ais by size", (other,), size, at_least=least, gate=_kl_gate("noise of 1")
+                )
+                for other, size, least in (
+                    (UNCORRECTED, "int3, 16", -0.03),
+                    ("tis C=5", "int3, 16", 0.05),
+                    (UNCORRECTED, "int3, 128", 0.05),
+                )
             ),
         ),
         _kl_gate("noise"),

@@ -76,14 +76,19 @@ def on_actors(line: Line) -> float | None:
 
 
 def paired(
-    lines: Sequence[Line], arm: str, other: str, size: str, of: Measured = final
+    lines: Sequence[Line],
+    arm: str,
+    other: str,
+    size: str,
+    of: Measured = final,
+    matched: str = "matched",
 ) -> Difference:
     """What is measured of `arm` minus that of `other`, for seeds that both have and whose runs
     began from the same model; other pairs are refused.
 
-    The other arm is looked for at `size`, or at any size if it has none there (the matched arm)."""
-    of_other = {line["seed"]: line for line in _at(lines, other, size)}
-    own = sorted(_at(lines, arm, size), key=lambda line: line["seed"])
+    The `matched` arm is compared at every size."""
+    of_other = {line["seed"]: line for line in _at(lines, other, size, matched)}
+    own = sorted(_at(lines, arm, size, matched), key=lambda line: line["seed"])
     pairs = [(line, of_other[line["seed"]]) for line in own if line["seed"] in of_other]
     kept = [(of(a), of(b)) for a, b in pairs if same_start(a, b)]
     known = tuple(a - b for a, b in kept if a is not None and b is not None)
@@ -108,9 +113,9 @@ def family(
         if arm == matched:
             continue
         if arm != uncorrected and (uncorrected, size) in _cells(lines):
-            found[arm, uncorrected, size] = paired(lines, arm, uncorrected, size, of)
-        found[arm, matched, size] = paired(lines, arm, matched, size, of)
-    return found | {contrast: paired(lines, *contrast, of) for contrast in further}
+            found[arm, uncorrected, size] = paired(lines, arm, uncorrected, size, of, matched)
+        found[arm, matched, size] = paired(lines, arm, matched, size, of, matched)
+    return found | {contrast: paired(lines, *contrast, of, matched) for contrast in further}
 
 
 def holm(members: Family) -> dict[Contrast, float]:
@@ -138,8 +143,10 @@ def choose(
 
     Sizes come from small to large; None if there is no such size."""
     for size in sizes:
-        losses = paired(lines, matched, uncorrected, size).values
-        collapsed = [line["collapse"] is not None for line in _at(lines, uncorrected, size)]
+        losses = paired(lines, matched, uncorrected, size, matched=matched).values
+        collapsed = [
+            line["collapse"] is not None for line in _at(lines, uncorrected, size, matched)
+        ]
         if losses and (np.mean(losses) >= LOSS or sum(collapsed) > len(collapsed) / 2):
             return size
     return None
@@ -289,6 +296,9 @@ def _runs(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if "arm" in line]
 
 
-def _at(lines: Sequence[Line], arm: str, size: str) -> list[Line]:
+def _at(lines: Sequence[Line], arm: str, size: str, matched: str) -> list[Line]:
+    """The runs of an arm at a size; the matched arm's, whose only size is another, wherever they
+    are."""
     own = [line for line in _runs(lines) if line["arm"] == arm]
-    return [line for line in own if line["size"] == size] or own
+    here = [line for line in own if line["size"] == size]
+    return own if arm == matched and not here else here

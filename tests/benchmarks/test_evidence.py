@@ -189,6 +189,17 @@ def test_differences_are_paired_by_seed():
     assert pairs.values == pytest.approx((0.1, 0.1)) and pairs.refused == 0
 
 
+def test_only_the_matched_arm_is_compared_at_sizes_where_it_has_no_runs():
+    found = [line(arm, "2", s, 0.5) for arm in ("tis", "uncorrected") for s in (0, 1)]
+    found += [line("uncorrected", "4", s, 0.4) for s in (0, 1)]
+    found += [line("matched", "1", s, 0.6) for s in (0, 1)]
+    assert evidence_tables.paired(found, "tis", "uncorrected", "4").values == ()
+    assert evidence_tables.paired(found, "uncorrected", "tis", "4").values == ()
+    for size in ("2", "4"):
+        values = evidence_tables.paired(found, "matched", "uncorrected", size).values
+        assert len(values) == 2
+
+
 @pytest.mark.parametrize(
     ("own", "other", "refused"),
     [
