@@ -224,8 +224,8 @@ def learner_host(
     trained: float | None = None,
     kept_width: int = 0,
 ) -> Parts:
-    """Peak bytes in the host memory of one rank: what its GPU offloads, a checkpoint on its way to
-    the disk, and, on rank 0, a publication by the object store.
+    """Peak bytes in the host memory of one rank: what its GPU offloads, for good or in the engines'
+    turn, a checkpoint on its way to the disk, and, on rank 0, a publication by the object store.
 
     `kept_width`: bytes an entry of the set that rank 0 keeps to find changed entries
     (`cluster.full_weights_every`); 0: none."""
@@ -233,6 +233,9 @@ def learner_host(
     largest = sizes.largest * BYTES[spec.compute_dtype]
     offloaded = _offloaded(sizes, spec, own, kl=kl) if spec.num_gpus else {}
     kept = {"weights as published": kept_width * sizes.parameters} if kept_width else {}
+    if spec.num_gpus and spec.offload_while_sampling:  # kept between the engines' turns, too
+        held = _held(sizes, spec, own)
+        kept["states in the engines' turn"] = sum(held.get(name, 0.0) for name in OFFLOADED)
     return (
         offloaded
         | kept

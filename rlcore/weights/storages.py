@@ -20,15 +20,30 @@ class _Emptied:
 class EmptiedStorages:
     """The storages of some tensors, empty until `restore`."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, keep: bool) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], *, keep: bool, copies: dict[int, Tensor] | None = None
+    ) -> None:
         """Empty them. `keep`: copy their content to the host first; without it, they come back as
-        zeros. Storages that torch does not own are left as they are."""
+        zeros. Storages that torch does not own are left as they are.
+
+        `copies`: host memory that an earlier call gave the same storages, and this one leaves here;
+        that of other storages is dropped. New memory costs more than the copy: the host clears each
+        page at its first use.
+        """
+        copies = {} if copies is None else copies
         found = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+        for key in copies.keys() - found.keys():
+            del copies[key]
         self._emptied: list[_Emptied] = []
         for storage in found.values():
             size = storage.nbytes()
             if size and storage.resizable():
-                copy = _bytes_of(storage).to("cpu", copy=True) if keep else None
+                copy = None
+                if keep:
+                    copy = copies.get(storage._cdata)
+                    if copy is None or len(copy) != size:
+                        copy = copies[storage._cdata] = torch.empty(size, dtype=torch.uint8)
+                    copy.copy_(_bytes_of(storage))
                 self._emptied.append(_Emptied(storage, size, copy))
                 storage.resize_(0)
 

@@ -4,7 +4,14 @@ import pytest
 
 from rlcore.learner.limits import LayerSizes
 from rlcore.learner.specs import LearnerSpec
-from rlcore.planner.memory import ModelSizes, actor_rank, learner_host, learner_rank, total
+from rlcore.planner.memory import (
+    ModelSizes,
+    actor_rank,
+    learner_host,
+    learner_rank,
+    total,
+    waiting_rank,
+)
 from rlcore.rollout.specs import ActorSpec
 
 SIZES = ModelSizes(8e9, 6e8, 152_000, LayerSizes(36, 4096, 4096, 1024, 12288, True))
@@ -88,6 +95,14 @@ def test_a_host_holds_its_part_of_a_checkpoint_and_two_buckets():
     parts = learner_host(SIZES, spec(ranks=8), bucket_bytes=2**29)
     assert parts["checkpoint"] == 12 * 8e9 / 8
     assert parts["publication"] == 3 * 2 * 6e8  # the largest tensor is more than a bucket
+
+
+def test_what_makes_room_for_engines_is_counted_on_the_host():
+    own = {"zero_stage": 3, "ranks": 8, "offload_while_sampling": True}
+    parts = learner_host(SIZES, spec(**own), bucket_bytes=2**29)
+    assert parts["states in the engines' turn"] == (12 + 4) * 8e9 / 8
+    device = waiting_rank(SIZES, spec(**own))
+    assert "masters and moments" not in device and "gradients" not in device
 
 
 def test_the_set_that_patches_are_made_against_is_counted():

@@ -150,6 +150,7 @@ class ZeroState:
         self._stage = stage
         self._trained = trained
         self._parked: EmptiedStorages | None = None
+        self._host: dict[int, Tensor] = {}  # host memory of what was parked before
         # what `_held` gave before that: no view of an empty storage can be made
         self._parked_views: dict[tuple[nn.Parameter, str], tuple[int, Tensor] | None] = {}
 
@@ -166,7 +167,7 @@ class ZeroState:
             self._parked_views = {
                 (p, key): self._held(p, key) for p in self._trained.values() for key in keys
             }
-            self._parked = EmptiedStorages(self._parkable(), keep=True)
+            self._parked = EmptiedStorages(self._parkable(), keep=True, copies=self._host)
         return self._parked.size
 
     def unpark(self) -> None:
