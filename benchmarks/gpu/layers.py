@@ -75,20 +75,10 @@ def in_fp8_compiled(config: Any, s: Setting) -> Any:
     return torch.compile(in_fp8(config, s), backend="aot_eager" if s.small else "inductor")
 
 
-def in_pieces(config: Any, s: Setting) -> Any:
+def in_pieces(module: Any, s: Setting) -> Any:
     """`learner.layers=compiled`."""
     from rlcore.learner.layer_kernels import compiled_layers
 
-    module = plain(config, s)
-    compiled_layers(module, torch.device(s.device))
-    return module
-
-
-def in_fp8_in_pieces(config: Any, s: Setting) -> Any:
-    """`learner.layers=compiled learner.fp8=tensor`."""
-    from rlcore.learner.layer_kernels import compiled_layers
-
-    module = in_fp8(config, s)
     compiled_layers(module, torch.device(s.device))
     return module
 
@@ -104,10 +94,10 @@ def with_liger(config: Any, s: Setting) -> Any:
 WAYS: dict[str, Callable[[Any, Setting], Any]] = {
     "eager": plain,
     "compiled": compiled,
-    "compiled in pieces": in_pieces,
+    "compiled in pieces": lambda config, s: in_pieces(plain(config, s), s),
     "FP8": in_fp8,
     "FP8, compiled": in_fp8_compiled,
-    "FP8, compiled in pieces": in_fp8_in_pieces,
+    "FP8, compiled in pieces": lambda config, s: in_pieces(in_fp8(config, s), s),
     "Liger": with_liger,  # last
 }
 

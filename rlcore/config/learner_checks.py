@@ -329,14 +329,10 @@ def check_layers(c: RunConfig) -> None:
         learner.layers == "liger" and learner.num_gpus == 0,
         f"{layers} is of GPU kernels, and learner.num_gpus=0: use learner.layers=torch.",
     )
-    others = {
-        "learner.zero_stage=3": learner.zero_stage == 3,
-        f"learner.round_as={learner.round_as}": learner.round_as is not None,
-        "bitwise=true": c.bitwise,
-        f"critic.kind={c.critic.kind}": c.critic.trained,
-        f"teacher.kind={c.teacher.kind}": c.teacher.used,
-    }
-    for other, used in (*_unusual(c), *(others.items() if learner.layers == "compiled" else ())):
+    others = list(_unusual(c))
+    if learner.layers == "compiled":
+        others += [("learner.zero_stage=3", learner.zero_stage == 3), *_rounded_or_beside(c)]
+    for other, used in others:
         refuse(used, f"{layers} is not proven with {other}: leave that out, or use layers=torch.")
 
 
@@ -355,13 +351,19 @@ def check_fp8(c: RunConfig) -> None:
         f"{fp8} keeps the weights that learner.zero_stage=3 gathers until the backward pass, so "
         "that a rank would hold the whole model: choose 0, 1 or 2.",
     )
-    others = {
-        "learner.lora": learner.lora is not None,
-        f"learner.layers={learner.layers}": learner.layers == "liger",
-        f"learner.round_as={learner.round_as}": learner.round_as is not None,
-        "bitwise=true": c.bitwise,
-        f"critic.kind={c.critic.kind}": c.critic.trained,
-        f"teacher.kind={c.teacher.kind}": c.teacher.used,
-    }
-    for other, used in (*_unusual(c), *others.items()):
+    others = [
+        ("learner.lora", learner.lora is not None),
+        ("learner.layers=liger", learner.layers == "liger"),
+        *_rounded_or_beside(c),
+    ]
+    for other, used in (*_unusual(c), *others):
         refuse(used, f"{fp8} is not proven with {other}: leave that out, or use fp8=none.")
+
+
+def _rounded_or_beside(c: RunConfig) -> Iterator[tuple[str, bool]]:
+    """(settings, True if they are used) that compute the policy's products in another way, or
+    train or ask a further model."""
+    yield f"learner.round_as={c.learner.round_as}", c.learner.round_as is not None
+    yield "bitwise=true", c.bitwise
+    yield f"critic.kind={c.critic.kind}", c.critic.trained
+    yield f"teacher.kind={c.teacher.kind}", c.teacher.used

@@ -207,10 +207,11 @@ def compiled_layers(lm: nn.Module, device: torch.device) -> int:
     try:
         torch.compile(torch.Tensor.sin, dynamic=True)(torch.zeros(2, device=device))
     except (RuntimeError, ImportError, OSError) as e:
+        said = str(e).strip().partition("\n")[0]
         raise UserError(
             "learner.layers=compiled needs torch's compiler, which fails on this learner's "
-            f"{device.type} ({str(e).strip().splitlines()[0]}): install a C++ compiler (for GPUs, "
-            "triton), or use learner.layers=torch."
+            f"{device.type} ({said}): install a C++ compiler (for GPUs, triton), or use "
+            "learner.layers=torch."
         ) from e
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _PROGRAMS)
