@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class TeacherActor:
         self._engine: Any = None
         self._since: float | None = None  # when the call under way began, or its part after a start
         self._error = ""
+        self._given_up: dict[str, int] = {}  # the last call that nobody waits for, by caller
 
     def start(self) -> int:
         if self._engine is None:
@@ -52,8 +54,13 @@ class TeacherActor:
             self._engine = start_teacher(self._job)
         return os.getpid()
 
-    def score(self, given: Sequence[GivenTokens]) -> tuple[list[TeacherAnswer | None], float]:
-        """Scores by record, None for one that the engine refuses, and the seconds that all took."""
+    def score(
+        self, given: Sequence[GivenTokens], caller: str, number: int
+    ) -> tuple[list[TeacherAnswer | None], float]:
+        """Scores by record, None for one that the engine refuses, and the seconds that all took.
+        `number`: of the caller's calls, which are computed only while it waits for them."""
+        if number <= self._given_up.get(caller, 0):
+            return [], 0.0
         self._since = time.monotonic()
         try:
             self.start()
@@ -65,6 +72,13 @@ class TeacherActor:
         finally:
             self._since = None
         return answers, time.monotonic() - start
+
+    @ray.method(concurrency_group="watch")
+    def give_up(self, caller: str, number: int) -> None:
+        """Compute none of a caller's calls up to `number`. In place of `ray.cancel`, which has the
+        node connect to the process: where that is stopped, the node then fails to end it; and a
+        restarted process would wait 30 s for each call that was cancelled."""
+        self._given_up[caller] = number
 
     @ray.method(concurrency_group="watch")
     def state(self) -> TeacherState:
@@ -81,6 +95,7 @@ class _Watched:
     asked: Any = None
     since: float = 0.0
     pid: int = 0
+    answers: bool = False  # its process has answered; not yet while one starts or is replaced
 
 
 class RayTeacher:
@@ -107,17 +122,19 @@ class RayTeacher:
             fault = self._fault(engine, i)
             if fault:
                 self._note(f"the teacher's engine {i} {fault}: it is replaced")
-                engine.asked = None
+                engine.asked, engine.answers = None, False
                 kill(engine.handle, no_restart=False)
 
     def _fault(self, engine: _Watched, number: int) -> str:
         """Return what is wrong with an engine, as far as it is known; "" for nothing."""
-        now, limit = time.monotonic(), self._spec.hang_timeout_s
+        now = time.monotonic()
         if engine.asked is None:
             engine.asked, engine.since = engine.handle.state.remote(), now
         if not ray.wait([engine.asked], timeout=0)[0]:
-            late = now - engine.since > limit
-            return f"did not answer for cluster.hang_timeout_s={limit:g} s" if late else ""
+            # a process takes its time to end and to start, however short the deadline for answers
+            key = "hang_timeout_s" if engine.answers else "start_timeout_s"
+            late = now - engine.since > (limit := getattr(self._spec, key))
+            return f"did not answer for cluster.{key}={limit:g} s" if late else ""
         asked, engine.asked = engine.asked, None
         try:
             state: TeacherState = ray.get(asked)
@@ -128,7 +145,7 @@ class RayTeacher:
             ) from e
         if engine.pid not in (0, state.pid):
             self._note(f"the teacher's engine {number} died, and another process has replaced it")
-        engine.pid = state.pid
+        engine.pid, engine.answers = state.pid, True
         if state.error:
             return f"failed ({state.error})"
         key = "hang_timeout_s" if state.ready else "start_timeout_s"
@@ -152,22 +169,25 @@ class TeacherOutlet:
 
     handles: Sequence[Any]
     timeout_s: float  # of what is handed over at once, the wait for the engines included
-    _turn: int = field(default=0, init=False)
+    _caller: str = field(default="", init=False)  # this copy's name, which its process gives it
+    _calls: int = field(default=0, init=False)
 
     def __call__(self, records: Sequence[Trajectory]) -> None:
         """Add a teacher's scores to the records' extras, in place."""
         end = time.monotonic() + self.timeout_s
+        self._caller = self._caller or uuid.uuid4().hex
         calls = []
         for chunk in _chunks([t for t in records if len(t.logp_inf)]):
-            handle = self.handles[self._turn % len(self.handles)]
-            self._turn += 1
+            handle = self.handles[self._calls % len(self.handles)]
+            self._calls += 1
             given = [(t.token_ids, t.sampled) for t in chunk]
-            calls.append((chunk, handle.score.remote(given)))
-        for chunk, ref in calls:
+            calls.append((chunk, handle, handle.score.remote(given, self._caller, self._calls)))
+        late = []
+        for chunk, handle, ref in calls:
             try:
                 answers, seconds = ray.get(ref, timeout=max(0.0, end - time.monotonic()))
             except GetTimeoutError:
-                ray.cancel(ref)  # an engine with calls that wait does not compute this one
+                late.append(handle)
                 continue
             except RayError:  # failed or dead: the driver's watch has engines replaced
                 continue
@@ -175,6 +195,8 @@ class TeacherOutlet:
                 if answer is not None and _numbers(answer):
                     record.timings[TEACHER_S] = seconds / len(chunk)
                     record.extras |= dict(zip(TEACHER, answer))
+        for handle in dict.fromkeys(late):
+            handle.give_up.remote(self._caller, self._calls)
 
 
 def _numbers(answer: TeacherAnswer) -> bool:

@@ -273,6 +273,9 @@ def test_a_teacher_s_engine_that_dies_or_stops_is_replaced_and_scores_again(monk
     process = psutil.Process(ray.get(teacher.starting[0][0], timeout=deadline(60)))
     TeacherOutlet(teacher.handles, deadline(20))([record := make_trajectory(0, 0)])
     assert TEACHER[0] in record.extras
+    teacher.watch()
+    ray.get(teacher.handles[0].state.remote(), timeout=deadline(20))  # answered after watch's
+    teacher.watch()
     process.send_signal(sent)
     end = time.monotonic() + deadline(60)
     while not scored():

@@ -33,11 +33,13 @@ class Engine:
     def __init__(self, fault: Exception | None = None, answer: Any = answer) -> None:
         self.fault, self.answer = fault, answer
         self.asked: list[int] = []
+        self.given_up: list[int] = []  # the last call of each time
         self.states: list[Any] = []  # answers to heartbeats; an exception is raised
         self.score = SimpleNamespace(remote=self._score)
+        self.give_up = SimpleNamespace(remote=lambda _, number: self.given_up.append(number))
         self.state = SimpleNamespace(remote=lambda: self)
 
-    def _score(self, given: Any) -> Any:
+    def _score(self, given: Any, caller: str, number: int) -> Any:
         self.asked.append(len(given))
         answers = [None if ids[-1] == 0 else self.answer((ids, on)) for ids, on in given]
         return self.fault or (answers, 0.5 * len(given))
@@ -45,7 +47,7 @@ class Engine:
 
 @pytest.fixture
 def killed(monkeypatch) -> list[Any]:
-    """The engines whose processes were ended for others to replace them, and calls given up."""
+    """The engines whose processes were ended for others to replace them."""
     found: list[Any] = []
 
     def get(ref: Any, timeout: float = 0.0) -> Any:
@@ -63,8 +65,7 @@ def killed(monkeypatch) -> list[Any]:
         assert not no_restart
         found.append(handle)
 
-    cancel = found.append
-    monkeypatch.setattr(module, "ray", SimpleNamespace(get=get, wait=wait, cancel=cancel))
+    monkeypatch.setattr(module, "ray", SimpleNamespace(get=get, wait=wait))
     monkeypatch.setattr(module, "kill", kill)
     return found
 
@@ -110,9 +111,11 @@ def test_a_log_prob_that_is_no_number_costs_its_record_alone(killed) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda e: type(e).__name__)
 def test_records_of_an_engine_that_is_late_dead_or_failing_go_on_without_scores(killed, fault):
     sent = records(2 * CHUNK)
-    TeacherOutlet([Engine(fault), Engine()], 5.0)(sent)
+    engines = [Engine(fault), Engine()]
+    TeacherOutlet(engines, 5.0)(sent)
     assert [TEACHER[0] in t.extras for t in sent] == [False] * CHUNK + [True] * CHUNK
-    assert killed == ([fault] if isinstance(fault, GetTimeoutError) else [])
+    late = isinstance(fault, GetTimeoutError)
+    assert [e.given_up for e in engines] == [[2] if late else [], []]
 
 
 # ----- in the engine's process -----
@@ -138,12 +141,22 @@ def test_a_process_says_how_long_it_computes_and_what_ended_its_engine(monkeypat
     monkeypatch.setattr("rlcore.rollout.specs.start_teacher", lambda job: engine)
     assert not actor.state().ready
     given = [(t.token_ids, t.sampled) for t in records(2)]
-    answers, seconds = actor.score(given)  # a restarted process starts it here
+    answers, seconds = actor.score(given, "a", 1)  # a restarted process starts it here
     assert len(answers) == 2 and seconds >= 0 and engine.seen[0].busy_s >= 0
     assert actor.state().ready and actor.state().busy_s == 0
     with pytest.raises(RuntimeError):
-        actor.score([])
+        actor.score([], "a", 2)
     assert actor.state().error == "RuntimeError: vLLM failed"
+
+
+def test_a_call_that_was_given_up_is_not_computed(monkeypatch) -> None:
+    actor: Any = TeacherActor(SimpleNamespace())  # type: ignore[arg-type]
+    engine = Scoring(actor)
+    monkeypatch.setattr("rlcore.rollout.specs.start_teacher", lambda job: engine)
+    given = [(t.token_ids, t.sampled) for t in records(1)]
+    actor.give_up("a", 2)
+    found = [len(actor.score(given, *call)[0]) for call in (("a", 2), ("a", 3), ("b", 1))]
+    assert found == [0, 1, 1] and len(engine.seen) == 2
 
 
 # ----- from the driver -----
@@ -174,15 +187,25 @@ def test_an_engine_that_failed_or_hangs_is_replaced_and_one_that_starts_is_not(k
 
 def test_an_engine_that_does_not_answer_is_replaced_after_the_deadline(killed) -> None:
     engine = Engine()
+    engine.states = [TeacherState(7, ready=True)]
     teacher, notes = watched(engine, hang_timeout_s=1e-9)
-    teacher.watch()
-    teacher.watch()
-    assert killed == [engine] * len(killed) and killed
-    assert "cluster.hang_timeout_s=1e-09 s" in notes[0]
+    for _ in range(3):
+        teacher.watch()
+    assert killed == [engine] and "cluster.hang_timeout_s=1e-09 s" in notes[0]
+    teacher.watch()  # what takes its place is starting
+    assert killed == [engine]
     patient, _ = watched(Engine())
     patient.watch()
     patient.watch()
-    assert set(killed) == {engine}
+    assert killed == [engine]
+
+
+def test_an_engine_whose_process_does_not_start_is_replaced(killed) -> None:
+    engine = Engine()
+    teacher, notes = watched(engine, start_timeout_s=1e-9)
+    teacher.watch()
+    teacher.watch()
+    assert set(killed) == {engine} and "cluster.start_timeout_s=1e-09 s" in notes[0]
 
 
 def test_an_engine_that_ray_restarts_no_more_ends_the_run(killed) -> None:
