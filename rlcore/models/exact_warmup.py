@@ -22,6 +22,7 @@ from torch import Tensor, nn
 Example = tuple[np.ndarray | Sequence[int], np.ndarray | Sequence[bool]]
 GRID = 2.0**-16
 SPREAD = 0.02  # standard deviation of fresh matrices, as of transformers' Qwen3
+LOGITS = 1 << 23  # computed at once, of which a pass holds several copies
 
 
 class ExactWarmUp:
@@ -57,17 +58,28 @@ class ExactWarmUp:
 
     def step(self, examples: Sequence[Example], lr: float, grad_clip: float) -> float:
         """One step of cross-entropy over all scored tokens; the mean loss before it."""
-        ids, scored = _padded(examples)
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-        on = scored[:, 1:]
-        loss = nn.functional.cross_entropy(logits[on], ids[:, 1:][on])
         self.optimizer.zero_grad()
-        loss.backward()
+        total = sum(int(np.sum(scored[1:])) for _, scored in examples)
+        positions = sum(len(ids) for ids, _ in examples) / len(examples)
+        at_once = max(1, int(LOGITS / (positions * self.model.config.vocab_size)))
+        loss = 0.0
+        for start in range(0, len(examples), at_once):
+            part = self._summed(examples[start : start + at_once]) / total
+            part.backward()
+            loss += float(part.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip, foreach=False)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return float(loss.detach())
+        return loss
+
+    def _summed(self, examples: Sequence[Example]) -> Tensor:
+        """The sum of cross-entropy over the scored tokens, whose logits alone are computed."""
+        ids, scored = _padded(examples)
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        on = scored[:, 1:]
+        logits = self.model.lm_head(hidden[:, :-1][on])
+        return nn.functional.cross_entropy(logits, ids[:, 1:][on], reduction="sum")
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
