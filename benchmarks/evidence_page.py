@@ -45,6 +45,7 @@ COLOURS = {
     "tis adjusted": "C9",
     "tis C=5": "C9",
     "ppo 0.2/0.2": "C3",
+    "ppo 0.4/0.7": "C1",
     "TRL": "C9",
     "by kind": "C0",
     "pooled": "C1",

@@ -133,13 +133,18 @@ _LARGE = Study(
     },
     swept=False,
     shown="3e-5",
-    figure=("matched", "no weights", "token IS", "jackpot new"),
+    figure=("matched", "no weights", "ppo 0.4/0.7", "jackpot new"),
     stepped=True,
     against="p_new",
     contrasts=(
         ("token IS", "no weights", "3e-5"),
         ("jackpot new", "no weights", "3e-5"),
         ("jackpot new", "tis adjusted", "3e-5"),
+        # chosen after the runs: what the clip is worth at a larger step
+        ("ppo 0.4/0.7", "token IS", "1e-4"),
+        ("ppo 0.4/0.7", "ppo 0.2/0.2", "1e-4"),
+        ("jackpot new", "no weights", "1e-4"),
+        ("jackpot new", "tis adjusted", "1e-4"),
     ),
     watched=("correction/jackpot/acceptance", "entropy"),
 )
