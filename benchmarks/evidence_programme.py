@@ -255,7 +255,7 @@ _REAL_STUDY = Study(
     sizes={
         "int4": (
             *("actor=[fp8]", "actor.fp8.rounding=int4", "actor.fp8.scales=channel"),
-            "actor.fp8.dtype=float32",
+            *("actor.fp8.dtype=float32", "evaluation.dense_actor=true"),
         )
     },
     arms={

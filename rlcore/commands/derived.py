@@ -182,6 +182,21 @@ def stop_strings(config: RunConfig) -> StopStrings:
     return StopStrings(config.rollout.stop, own)
 
 
+# of an actor that samples from the policy itself
+_PLAIN: dict[str, Any] = {
+    "kind": "bf16",
+    "rounding": "none",
+    "fp8_kv_cache": False,
+    "sparse": None,
+    "draft_path": None,
+    "draft_fresh": None,
+    "logit_noise": 0.0,
+    "probability_floor": 0.0,
+    "temperature_scale": 1.0,
+}
+_ALONE = {"count": 1, "speculate": None}
+
+
 def evaluation_actor(config: RunConfig) -> ActorSpec | None:
     """The engine that evaluates the policy itself, where actors sample from another one: the first
     actor's settings, without rounding, sparsity or draft."""
@@ -192,20 +207,22 @@ def evaluation_actor(config: RunConfig) -> ActorSpec | None:
     if not asked:
         return None
     # Its resources and engine settings stay, so that it fits wherever the actor fits.
-    plain: dict[str, Any] = {
-        "kind": "bf16",
-        "count": 1,
-        "rounding": "none",
-        "fp8_kv_cache": False,
-        "sparse": None,
-        "speculate": None,
-        "draft_path": None,
-        "draft_fresh": None,
-        "logit_noise": 0.0,
-        "probability_floor": 0.0,
-        "temperature_scale": 1.0,
-    }
-    return next(iter(config.actor.values())).model_copy(update=plain)
+    return next(iter(config.actor.values())).model_copy(update={**_PLAIN, **_ALONE})
+
+
+def mixed_answers(config: RunConfig) -> str:
+    """A line where actors of several policies share the held-out prompts; else ""."""
+    others = [
+        f"actor.{label}"
+        for label, actor in config.actor.items()
+        if any(getattr(actor, name) != value for name, value in _PLAIN.items())
+    ]
+    if len(config.actor) == 1 or not others or evaluation_actor(config) is not None:
+        return ""
+    return (
+        f"all actors answer held-out prompts, and those of {', '.join(others)} sample from another "
+        "policy: eval/* mixes them (evaluation.dense_actor=true evaluates the policy itself)"
+    )
 
 
 def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:

@@ -197,6 +197,8 @@ def _remarks(
     for label in config.played:
         yield from (f"{label}: {line}" for line in lost_roles(tokenizer, config.model))
         yield from (f"{label}: {line}" for line in _room(config, label))
+    if line := derived.mixed_answers(config):
+        yield line
 
 
 def _room(config: RunConfig, label: str) -> list[str]:

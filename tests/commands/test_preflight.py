@@ -55,6 +55,24 @@ def test_a_length_that_does_not_hold_all_turns_is_said_before_a_run(model, tmp_p
     assert any(sentence in line for line in remarks) == said, remarks
 
 
+TWO_KINDS = ("actor=[bf16,fp8]", "actor.fp8.rounding=int3")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (TWO_KINDS, True),
+        ((*TWO_KINDS, "evaluation.dense_actor=true"), False),
+        (("actor=[fp8]", *TWO_KINDS[1:]), False),  # one kind, whose answers the figure is of
+        (("actor=[bf16]",), False),
+    ],
+)
+def test_an_evaluation_that_mixes_policies_is_said_before_a_run(model, words, said):
+    remarks = prepared(model, "task=digits", *words).remarks
+    sentence = "actor.fp8 sample from another policy: eval/* mixes them"
+    assert any(sentence in line for line in remarks) == said, remarks
+
+
 def test_a_model_whose_tokenizer_has_no_pad_token_has_a_padding(tmp_path):
     folder = _made(tmp_path / "unpadded")
     tokenizer = build_char_tokenizer(ALPHABET)
