@@ -20,7 +20,7 @@ A study without a sweep runs, seed after seed, its arms at all its sizes; then t
 
 The page `docs/evidence/NAME.md` keeps its text; the block between its two markers, and the figure,
 are made from the lines. The policy is evaluated on a plain engine with its own weights, never on
-the degraded actor.
+the degraded actor (but in `strata`, whose page says so).
 """
 
 from __future__ import annotations

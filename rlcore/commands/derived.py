@@ -221,7 +221,8 @@ def mixed_answers(config: RunConfig) -> str:
         return ""
     return (
         f"all actors answer held-out prompts, and those of {', '.join(others)} sample from another "
-        "policy: eval/* mixes them (evaluation.dense_actor=true evaluates the policy itself)"
+        "policy: eval/* mixes them (evaluation.dense_actor=true evaluates the policy itself, "
+        "evaluation.actors=[LABEL] one kind)"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 Example = tuple[np.ndarray | Sequence[int], np.ndarray | Sequence[bool]]
 GRID = 2.0**-16
 SPREAD = 0.02  # standard deviation of fresh matrices, as of transformers' Qwen3
-LOGITS = 1 << 23  # computed at once, of which a pass holds several copies
+LOGITS = 1 << 23  # at most at once (64 MiB), of which a pass holds several copies
 
 
 class ExactWarmUp:

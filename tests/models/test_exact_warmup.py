@@ -56,6 +56,26 @@ def test_its_forward_pass_is_that_of_the_plain_model(tmp_path):
     )
 
 
+def test_a_batch_in_pieces_trains_as_the_whole_one(tmp_path, monkeypatch):
+    """Answers of several lengths, of which a piece holds one or some."""
+    import torch
+
+    from rlcore.models import exact_warmup
+
+    build_fresh_model(tmp_path / "fresh", "0123456789=", SPEC, seed=0, max_len=16)
+    batch = [*examples(np.random.default_rng(0), 5), ([5, 13, 5, 1], [False, False, True, True])]
+    found = []
+    for logits in (1 << 23, 600, 1):
+        monkeypatch.setattr(exact_warmup, "LOGITS", logits)
+        model = ExactWarmUp(
+            tmp_path / "fresh", seed=3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
+        )
+        losses = [model.step(batch, 3e-3, 1.0) for _ in range(3)]
+        found.append([torch.tensor(losses), *model.model.state_dict().values()])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-10, rtol=0)
+
+
 ASK = """
 import hashlib, sys, tempfile
 from pathlib import Path
