@@ -67,6 +67,12 @@ def test_the_plain_engine_s_tests_hold_on_the_second_runner():
     passes_on("second", ALL, "-k", "not truncated and not logit_noise", timeout_s=1800)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_sparse_engines_know_tokens_of_prompts_on_the_second_runner():
+    passes_on("second", ["sparse_steps.py"], timeout_s=300)
+
+
 def test_gpus_get_the_second_runner_and_asynchronous_scheduling():
     gpu, cpu = ActorSpec(num_gpus=1), ActorSpec()
     assert gpu.on_second_runner and gpu.schedules_ahead and not gpu.eager

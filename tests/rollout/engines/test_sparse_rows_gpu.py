@@ -4,13 +4,15 @@ FlashAttention."""
 from __future__ import annotations
 
 import math
+import types
 
+import numpy as np
 import pytest
 import torch
 
 import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment
 from rlcore.attention import implementation
-from rlcore.attention.block_topk import plan_step
+from rlcore.attention.block_topk import page_budgets, plan_step
 from rlcore.attention.specs import SparseSpec
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
@@ -21,6 +23,12 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     kept_blocks,
     mixed_rows,
     summarise_pages,
+)
+from rlcore.rollout.engines.vllm.sparse_rule import (
+    PROMPT_LEN,
+    AskedOfRows,
+    SlotRequests,
+    StepPlanner,
 )
 from rlcore.types import PageRule
 
@@ -95,17 +103,24 @@ class Cache:
 )
 def test_steps_of_all_kinds_equal_the_learner(rule):
     cache, prompts = Cache(3, 56), [9, 30, 22]
-    rules = None
+    rules, own = None, (None, None, None)
     if rule.blocks_by_length is not None:  # requests bring their own
         own = (None, PageRule(1, 2 * BS, (2, 2, 4)), PageRule(2, 4 * BS, (3,)))
         rules = [rule.under(o) for o in own]
     want = cache.want(rule, prompts, rules)
-    at = [0, 0, 0]
-    # chunked prompts beside decoding, idle requests, single tokens for all
+    at, decoded, live = [0, 0, 0], 0, []
+    planner = StepPlanner()
+    planner.rule, planner.moves = rule, rules is not None
+    planner.asked = lambda rows, slots: AskedOfRows(
+        torch.tensor([prompts[r] for r in live]), [own[r] for r in live]
+    )
+    # chunked prompts beside decoding, idle requests, single tokens for all: once the last of
+    # prompts
     for counts in [
         (20, 0, 7),
-        (1, 25, 1),
-        (1, 9, 30),
+        (1, 29, 1),
+        (1, 1, 1),
+        (1, 4, 29),
         *[(1, 1, 1)] * 6,
         (13, 2, 1),
         *[(1, 1, 1)] * 3,
@@ -115,12 +130,15 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
         start = torch.tensor([0, *[counts[r] for r in live]]).cumsum(0)
         seq = torch.tensor([at[r] + counts[r] for r in live], dtype=torch.int32)
         table = cache.table[live]
-        dense = None
-        if not rule.needs_prompts and rules is None and max(counts) == 1:
-            rows, summarise = decode_rows(rule, seq, table, PAGES)
+        dense, budget, decode = None, None, max(counts) == 1
+        if decode:
+            decode, budget = planner.decode_step(seq, len(live))
+        if decode:
+            rows, summarise = decode_rows(rule, seq, table, PAGES, budget)
+            decoded += 1
         else:
-            own = None if rules is None else [rules[r] for r in live]
-            plan = plan_step(rule, start, seq, torch.tensor([prompts[r] for r in live]), own)
+            theirs = None if rules is None else [rules[r] for r in live]
+            plan = plan_step(rule, start, seq, torch.tensor([prompts[r] for r in live]), theirs)
             rows, dense, summarise = mixed_rows(plan, table)
         summarise_pages(cache.kv, cache.summaries, summarise)
         out = torch.full_like(query, float("nan"))
@@ -151,7 +169,43 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
                 got, want[r, at[r] : at[r] + counts[r]], atol=1e-5, rtol=1e-5
             )
             at[r] += counts[r]
-    assert at[1] >= 44
+    assert at[1] >= 44 and decoded == (9 if rule.needs_prompts else 10)
+
+
+def test_vllm_s_own_requests_are_captured_as_responses():
+    planner = StepPlanner()
+    planner.rule = SparseSpec(block_size=BS, blocks=2, prompt="dense")
+    planner.moves = False
+    assert planner.decode_step(torch.ones(4, dtype=torch.int32), 4) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "slots, computed, each",
+    [
+        ([2, 0], [7, 30], 1),  # responses
+        ([2, 0], [6, 30], None),  # the last token of slot 2's prompt
+        ([1, 0], [12, 30], 1),  # resubmitted: seven tokens of its prompt are response
+        ([1, 0], [4, 30], None),
+    ],
+)
+def test_a_step_with_a_token_of_a_prompt_is_none_of_single_responses(slots, computed, each):
+    gathered = types.SimpleNamespace(
+        idx_mapping_np=np.array(slots), num_computed_prefill_tokens_np=np.array(computed)
+    )
+    runner = types.SimpleNamespace(
+        max_num_reqs=3,
+        sampler=types.SimpleNamespace(add_request=lambda *_: None),
+        req_states=types.SimpleNamespace(
+            prompt_len=types.SimpleNamespace(np=np.array([30, 12, 7]))
+        ),
+        gather_batch_req_state=lambda scheduled, dummy: (None if dummy else gathered, 1),
+    )
+    asked = SlotRequests(runner)
+    for slot, given in enumerate(({}, {PROMPT_LEN: 5}, {})):
+        runner.sampler.add_request(slot, 0, types.SimpleNamespace(extra_args=given))
+    asked.keep_prompts_apart(runner)
+    assert runner.gather_batch_req_state(None, False) == (gathered, each)
+    assert runner.gather_batch_req_state(None, True) == (None, 1)  # a step of vLLM's own
 
 
 def test_padding_rows_of_a_captured_step_keep_nothing():
@@ -174,13 +228,19 @@ def _halves(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kv.transpose(1, 2).split(DIM, dim=-1)
 
 
+BY_LENGTH = SparseSpec(block_size=BS, blocks_by_length=(2, 3, 5), length_step=4 * BS)
+
+
 @pytest.mark.parametrize(
-    "rule", [SparseSpec(block_size=BS, blocks=3), SparseSpec(block_size=BS, share=0.4)]
+    "rule", [SparseSpec(block_size=BS, blocks=3), SparseSpec(block_size=BS, share=0.4), BY_LENGTH]
 )
 def test_a_captured_step_replays_with_other_lengths_and_fewer_requests(rule):
     """A CUDA graph runs again on the memory of its capture: here what the capture was given is kept
     and used again, after later steps have only filled the buffers."""
-    cache, buffers = Cache(4, 60), DecodeBuffers(rule, 8, PAGES, "cpu")
+    cache, buffers, rules = Cache(4, 60), DecodeBuffers(rule, 8, PAGES, "cpu"), [rule] * 4
+    if rule is BY_LENGTH:  # one keeps more than the engine's own ever does
+        own = (None, PageRule(1, 2 * BS, (2, 2, 4)), PageRule(2, 4 * BS, (9,)), None)
+        rules = [rule.under(o) for o in own]
     for r in range(4):
         cache.write(r, 0, 60)
     summarise_pages(cache.kv, cache.summaries, torch.arange(len(cache.kv)))
@@ -202,13 +262,16 @@ def test_a_captured_step_replays_with_other_lengths_and_fewer_requests(rule):
 
     seq_lens.copy_(torch.tensor([60, 60, 60, 60]))
     captured = buffers.fill(seq_lens, table)
-    want = cache.want(rule, [0] * 4)
+    want = cache.want(rule, [0] * 4, rules)
     for lengths in ([60, 60, 60, 60], [17, 41, 58, 33], [29, 12, 0, 0], [9, 60, 22, 1]):
         seq_lens.copy_(torch.tensor(lengths))
         query.copy_(torch.stack([cache.q[r, :, max(n, 1) - 1] for r, n in enumerate(lengths)]))
         output.zero_()
         requests = sum(n > 0 for n in lengths)
-        buffers.fill(seq_lens[:requests], table[:requests])  # the step's own, perhaps fewer rows
+        last = torch.arange(requests), (seq_lens[:requests].long() - 1) // BS + 1
+        budget = page_budgets(rules, *last) if rule is BY_LENGTH else None
+        # the step's own, perhaps fewer rows
+        buffers.fill(seq_lens[:requests], table[:requests], budget)
         run(*captured)
         for r, n in enumerate(lengths):
             if n:

@@ -64,6 +64,12 @@ PROPOSALS = _patch(
 SECOND_RUNNER_REQUESTS = _patch(
     "v1.worker.gpu.sample.sampler:Sampler", "add_request", "to note lengths of prompts"
 )
+SECOND_RUNNER_STEPS = Patch(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+    "gather_batch_req_state",
+    "to keep tokens of prompts that attend otherwise out of the graphs of decode steps",
+    ("0.32.",),
+)
 PATCHES = (
     ONEDNN,
     SGL_KERNEL,
@@ -80,6 +86,7 @@ PATCHES = (
     SAMPLING_BY_TOKEN,
     PROPOSALS,
     SECOND_RUNNER_REQUESTS,
+    SECOND_RUNNER_STEPS,
 )
 
 

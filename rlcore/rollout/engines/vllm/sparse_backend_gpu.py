@@ -1,8 +1,7 @@
 """Block top-k sparse attention inside vLLM on CUDA, in place of its FlashAttention backend.
 
-Its kernels ran on an H100 with the locked versions, engines with vLLM 0.26
-(`benchmarks/results/gpu_h100.md`).
-`benchmarks/gpu/check.py` checks it against a reference and against dense attention.
+It ran on an H100 with the locked versions (`benchmarks/results/gpu_h100.md`); what is unproven
+there is said below. `benchmarks/gpu/check.py` checks it against a reference and dense attention.
 
     install(SparseSpec(...))         # before the engine starts, in the process that hosts the model
     engine = ...                     # with block_size=rule.block_size
@@ -18,10 +17,13 @@ graph: what changes from step to step is written into memory whose address stays
 several tokens a request are planned on the host and run eagerly: each token is a row with pages of
 its own, also in prompts and recomputed prefixes, since the learner's forward attends by the rule
 there and a dense prefill would give other keys and values from the second layer on. With
-`prompt=block` the tokens of a prompt's block are one row. With `prompt` other than sparse attention
-is not captured: a captured decode step cannot tell the one prompt token that the prefix cache
-leaves over, which attends otherwise, from a response token. Nor is it
-with `blocks_by_length`: requests bring budgets of their own, which the host knows.
+`prompt=block` the tokens of a prompt's block are one row.
+
+The host says what a decode step cannot see: whether it has the one token of a prompt that the
+prefix cache leaves over, which attends otherwise where `prompt` is not sparse and then leaves the
+graph (`SlotRequests.keep_prompts_apart`; vLLM's first runner captures no such rule), and the
+budgets of requests that bring pages of their own. **Unproven on a GPU**: such steps inside graphs;
+on an H100 they ran beside them, in 22 ms instead of 4.
 """
 
 from __future__ import annotations
@@ -108,9 +110,11 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        rule, captured = installed_rule(), AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        fixed = not rule.needs_prompts and rule.blocks_by_length is None
-        return captured if fixed else AttentionCGSupport.NEVER
+        # vLLM 0.26 has no such property
+        apart = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        if installed_rule().needs_prompts and not apart:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self,
@@ -124,23 +128,28 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
         max_len = self.vllm_config.model_config.max_model_len
         if self.rule.dense_positions >= max_len and not self.moves:
             return md
-        if not self.rule.needs_prompts and not self.moves and md.max_query_len == 1:
-            md.rows, md.summarise = self._decode.fill(md.seq_lens, md.block_table)
+        decode, budget = md.max_query_len == 1, None
+        if decode and not self.plain:
+            lengths, slots = self._on_host(common_attn_metadata)
+            decode, budget = self.decode_step(lengths, common_attn_metadata.num_reqs, slots)
+        if decode:
+            md.rows, md.summarise = self._decode.fill(md.seq_lens, md.block_table, budget)
         else:
             plan = self._plan_on_host(common_attn_metadata)
             md.rows, md.dense, md.summarise = mixed_rows(plan, md.block_table)
         return md
 
-    def _plan_on_host(self, common: CommonAttentionMetadata) -> StepPlan:
-        """Upper bounds of the lengths are exact as long as there is no speculative decoding."""
+    def _on_host(self, common: CommonAttentionMetadata) -> tuple[torch.Tensor, Any]:
+        """Lengths and requests' places. Upper bounds of lengths are exact as long as there is no
+        speculative decoding."""
         if common.seq_lens_cpu_upper_bound is None:
             raise RuntimeError("sparse attention needs lengths on the host, and vLLM gave none")
-        return self.plan(
-            common.query_start_loc_cpu,
-            common.seq_lens_cpu_upper_bound,
-            common.num_reqs,
-            getattr(common, "req_idx", None),  # vLLM 0.26 has no such field
-        )
+        # vLLM 0.26 has no such field
+        return common.seq_lens_cpu_upper_bound, getattr(common, "req_idx", None)
+
+    def _plan_on_host(self, common: CommonAttentionMetadata) -> StepPlan:
+        lengths, slots = self._on_host(common)
+        return self.plan(common.query_start_loc_cpu, lengths, common.num_reqs, slots)
 
 
 class SparseGPUImpl(FlashAttentionImpl):

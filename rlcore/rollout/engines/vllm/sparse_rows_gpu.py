@@ -85,9 +85,15 @@ class Select(Protocol):
 
 
 def decode_rows(
-    rule: SparseSpec, seq_lens: torch.Tensor, block_table: torch.Tensor, max_pages: int
+    rule: SparseSpec,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_pages: int,
+    budget: torch.Tensor | None = None,
 ) -> tuple[Rows, torch.Tensor]:
     """The rows of a step with one token a request, and the physical block that each fills [R].
+
+    budget [R] int64: the pages of requests that bring rules of their own; None: by `rule`.
 
     That is 0, which vLLM gives to no request, for a row whose token does not complete its page:
     only complete pages are ever scored. Fixed shapes, device only, so that it can be captured.
@@ -97,9 +103,12 @@ def decode_rows(
     seq = seq_lens.long()
     last = (seq - 1).clamp(min=0)
     pages = last // bs + 1
-    budget = page_budget(rule, pages)
+    if budget is None:
+        budget = page_budget(rule, pages)
     kept = torch.where(seq > 0, (budget - 1) * bs + last % bs + 1, 0)
-    rows = Rows(None, None, pages, budget, kept.int(), max_pages, rule.max_budget(max_pages))
+    # a request's own rule may keep more than the engine's, up to every page
+    width = max_pages if rule.blocks_by_length is not None else rule.max_budget(max_pages)
+    rows = Rows(None, None, pages, budget, kept.int(), max_pages, width)
     own = block_table.gather(1, (pages - 1)[:, None])[:, 0].long()
     return rows, torch.where((seq > 0) & (seq % bs == 0), own, 0)
 
@@ -119,13 +128,20 @@ class DecodeBuffers:
         self._kept = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._filled = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
-    def fill(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> tuple[Rows, torch.Tensor]:
-        """`decode_rows` of this step, in the buffers.
+    def fill(
+        self,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        budget: torch.Tensor | None = None,
+    ) -> tuple[Rows, torch.Tensor]:
+        """`decode_rows` of this step, in the buffers; `budget` may be on the host.
 
         Rows beyond the step's become padding: a graph captured with more rows than the step has
         requests keeps nothing for them, and they fill no page.
         """
-        rows, filled = decode_rows(self._rule, seq_lens, block_table, self._max_pages)
+        if budget is not None:
+            budget = budget.to(seq_lens.device, non_blocking=True)
+        rows, filled = decode_rows(self._rule, seq_lens, block_table, self._max_pages, budget)
         n = len(rows.pages)
         for buffer, value, padding in (
             (self._pages, rows.pages, 1),

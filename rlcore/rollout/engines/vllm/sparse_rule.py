@@ -8,10 +8,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from rlcore.attention.block_topk import StepPlan, plan_step
+from rlcore.attention.block_topk import StepPlan, page_budgets, plan_step
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
-from rlcore.rollout.engines.vllm.patches import SECOND_RUNNER_REQUESTS, is_second
+from rlcore.rollout.engines.vllm.patches import (
+    SECOND_RUNNER_REQUESTS,
+    SECOND_RUNNER_STEPS,
+    is_second,
+)
 from rlcore.types import PageRule
 
 # keys of SamplingParams.extra_args
@@ -35,6 +39,8 @@ def bind_requests(model_runner: Any, builder_type: type[Any]) -> None:
         )
     second = is_second(model_runner)
     asked = SlotRequests(model_runner) if second else BatchRequests(model_runner)
+    if isinstance(asked, SlotRequests) and builders[0].rule.needs_prompts:
+        asked.keep_prompts_apart(model_runner)
     for builder in builders:
         builder.asked = asked
 
@@ -97,6 +103,21 @@ class SlotRequests(RowRequests):
 
         add_request = SECOND_RUNNER_REQUESTS.replace(noted, of=model_runner.sampler)
 
+    def keep_prompts_apart(self, model_runner: Any) -> None:
+        """Have a step with a token of a prompt leave the graphs of decode steps, in which every
+        token attends as a response's: vLLM runs a prompt's last token as a decode where the prefix
+        cache or an earlier chunk holds the tokens before it."""
+
+        def gathered(scheduled: Any, dummy_run: bool) -> Any:
+            state, tokens_each = gather(scheduled, dummy_run)
+            if state is not None:
+                computed = state.num_computed_prefill_tokens_np
+                if (computed < self._lengths[state.idx_mapping_np]).any():
+                    tokens_each = None  # as of a step in which requests have different numbers
+            return state, tokens_each
+
+        gather = SECOND_RUNNER_STEPS.replace(gathered, of=model_runner)
+
     def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
         if slots is None:
             raise RuntimeError(
@@ -157,6 +178,33 @@ class StepPlanner:
         if block_size != self.rule.block_size:
             wanted = f"actor.sparse.block_size={self.rule.block_size}"
             raise UserError(f"{wanted} does not match the engine's pages of {block_size} tokens.")
+
+    @property
+    def plain(self) -> bool:
+        """True if positions alone, on the device, decide how tokens attend."""
+        return not self.rule.needs_prompts and not self.moves
+
+    def decode_step(
+        self, seq_lens: torch.Tensor, requests: int, slots: np.ndarray | None = None
+    ) -> tuple[bool, torch.Tensor | None]:
+        """Of a step with one token a request: (False if one is of a prompt that attends otherwise,
+        budgets in pages [requests] int64 where requests bring rules of their own, else None).
+
+        seq_lens [>= requests] on the host, 0 for padding rows; `slots` as for `RowRequests`. Before
+        `bind` has run all tokens count as responses': vLLM captures graphs with requests of its
+        own.
+        """
+        if self.plain or self.asked is None:
+            return True, None
+        prompts, given = self.asked(requests, slots)
+        seq = seq_lens[:requests].long()
+        if self.rule.needs_prompts and bool(((seq > 0) & (seq <= prompts)).any()):
+            return False, None
+        if not self.moves:
+            return True, None
+        pages = (seq - 1).clamp(min=0) // self.rule.block_size + 1
+        rules = [self.rule.under(rule) for rule in given]
+        return True, page_budgets(rules, torch.arange(requests), pages)
 
     def plan(
         self,
