@@ -11,7 +11,7 @@ writes a file of its own, gpu_check_CALL.jsonl (`CALLS` has their parts, context
 a        without engines: imports, kernel, flex, tree, head, varlen, layer
 b        loop, update
 c        sparse at 16K, bf16 at batch 64, experts, sparse block at 16K, logprobs
-d        colocated, offload
+d        colocated, offload, attention
 two      with two GPUs, beside the others: pair
 
 Parts; each runs in its own process (`parts.py` and what it imports) with its own deadline:
@@ -52,6 +52,9 @@ head     the chunked LM-head pass, with rounded and with exact logits, and Liger
 offload  a small model trained for two steps by one rank at ZeRO-1, 2 and 3, and at 3 with the
          optimizer on the host or NVMe and the parameters on the host: largest difference of a
          weight, also after resuming from one checkpoint; peak memory and what is counted for it
+attention
+         the same model trained for two steps by each kernel of `learner.attention`: gradient norms,
+         largest difference of a weight
 loop     `rlcore train` with a small model, half of the GPU for the engine and half for the
          learner, weights by CUDA IPC: three steps, then a resume
 logprobs where a decode step's time goes at the largest batch, with and without top-k log-probs
@@ -130,7 +133,7 @@ CALLS = {
     ),
     "b": Call(475, ("loop", "update"), (4096,), ()),
     "c": Call(535, ("sparse", "bf16", "experts", "sparse block", "logprobs"), (16384,), (64,)),
-    "d": Call(535, ("colocated", "offload"), (4096,), ()),
+    "d": Call(535, ("colocated", "offload", "attention"), (4096,), ()),
     "two": Call(535, ("pair",), (4096,), ()),
 }
 
@@ -156,6 +159,7 @@ PARTS = (
     Part("logprobs", 160, 50, cuda=True),
     Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("offload", 160, 30, ("torch", "transformers", "deepspeed", "peft")),
+    Part("attention", 120, 30, ("torch", "transformers", "deepspeed", "peft")),
     Part("tree", 40, 15, ("torch", "transformers")),
     Part("sparse block", 260, 50),
     Part("speculate", 200, 50),

@@ -1,6 +1,7 @@
-"""A part of `check.py`: what ZeRO-3 offloads, on one GPU. A small model is trained for two steps at
-every stage and with every place of states and parameters, and its second step is taken again from
-the checkpoint that the first setting wrote after one."""
+"""The parts `offload` and `attention` of `check.py`: a learner's rank on one GPU. A small model is
+trained for two steps at every ZeRO stage and with every place of states and parameters, its second
+step taken again from the checkpoint that the first setting wrote after one; and by every kernel of
+attention."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 from setting import Row, Setting
 
 HOST = {"optimizer": "cpu"}
+ATTENTION = ("sdpa", "varlen", "fa4")
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-3": (3, {}),
     "optimizer on the host": (3, HOST),
@@ -33,19 +35,7 @@ def offload(s: Setting) -> None:
     """A row for each setting: what differs from the first one, and its memory."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    from rlcore.models.fresh import build_fresh_model
-    from rlcore.models.specs import FreshModelSpec
-
-    size = 512 if s.small else 1024
-    shape = FreshModelSpec(
-        hidden_size=size,
-        layers=2 if s.small else 6,
-        heads=8,
-        kv_heads=4,
-        head_dim=size // 8,
-        intermediate_size=4 * size,
-    )
-    model = str(build_fresh_model(s.folder / "trained", ALPHABET, shape, seed=0, max_len=512))
+    model = _model(s)
     saved = s.folder / "trained_state"
     swapped = AsyncIOBuilder().is_compatible()
     reference: Row = {}
@@ -66,24 +56,76 @@ def offload(s: Setting) -> None:
         s.add("offload", {"setting": name, **row})
 
 
-def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: Path) -> Row:
+def attention(s: Setting) -> None:
+    """A row for each kernel: its two steps, and how far its weights are from the first kernel's."""
+    from rlcore.errors import UserError
+
+    model = _model(s)
+    # beyond a kernel's tile, and two sequences of a micro-batch
+    steps = [_groups(seed, groups=1 if s.small else 8, tokens=400) for seed in range(2)]
+    # a group's prompts would be computed once, by FlexAttention
+    own = {"share_prefix": "off", "micro_batch_tokens": 1024}
+    reference: Row = {}
+    for name in ATTENTION[:1] if s.small else ATTENTION:
+        job = _job(s, model, 1, {}, attention=name, **own)
+        try:
+            one = _begun(job)
+        except UserError as e:  # such as a wheel without that kernel
+            s.add("attention", {"by": name, "what": f"failed: {e}"})
+            continue
+        norms, begun = [], time.monotonic()
+        for i, groups in enumerate(steps):
+            one.begin_phase([groups])
+            norms.append(one.train_step(i)["grad_norm"])
+        seconds, weights = time.monotonic() - begun, dict(one.engine.trained_weights())
+        del one
+        reference = reference or weights
+        row = {
+            "gradient norms": ", ".join(f"{norm:.7g}" for norm in norms),
+            "after two": _apart(weights, reference),
+            "share of it above 1e-6": _share(weights, reference),
+            "both steps s": seconds,
+        }
+        s.add("attention", {"by": name, **row})
+
+
+def _model(s: Setting) -> str:
+    from rlcore.models.fresh import build_fresh_model
+    from rlcore.models.specs import FreshModelSpec
+
+    size = 512 if s.small else 1024
+    shape = FreshModelSpec(
+        hidden_size=size,
+        layers=2 if s.small else 6,
+        heads=8,
+        kv_heads=4,
+        head_dim=size // 8,
+        intermediate_size=4 * size,
+    )
+    return str(build_fresh_model(s.folder / "trained", ALPHABET, shape, seed=0, max_len=512))
+
+
+def _begun(job: Any) -> Any:
     from rlcore.learner.rank import LearnerRank
     from rlcore.learner.specs import RankPlace
+
+    return LearnerRank(job, RankPlace(0, 1, "127.0.0.1", _port(), timeout_s=60))
+
+
+def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: Path) -> Row:
     from rlcore.models.folder import read_config, read_shapes
     from rlcore.planner.memory import ModelSizes, learner_rank, total
 
     job = _job(s, model, stage, places)
     steps = [_groups(seed) for seed in range(2)]
 
-    def begin() -> LearnerRank:
-        return LearnerRank(job, RankPlace(0, 1, "127.0.0.1", _port(), timeout_s=60))
-
-    def step(one: LearnerRank, which: int) -> dict[str, float]:
+    def step(one: Any, which: int) -> dict[str, float]:
         one.begin_phase([steps[which]])
-        return one.train_step(which)
+        found: dict[str, float] = one.train_step(which)
+        return found
 
     before = _allocated(s)
-    one = begin()
+    one = _begun(job)
     at_start = dict(one.engine.trained_weights())
     first = step(one, 0)
     after_one = dict(one.engine.trained_weights())
@@ -97,7 +139,7 @@ def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: 
     peak = math.nan if s.small else (torch.cuda.max_memory_allocated() - before) / GIB
     weights = dict(one.engine.trained_weights())
     del one
-    again = begin()
+    again = _begun(job)
     again.load(saved)
     step(again, 1)
     sizes = ModelSizes.of(read_config(model), read_shapes(model))
@@ -113,7 +155,7 @@ def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: 
     }
 
 
-def _job(s: Setting, model: str, stage: Any, places: dict[str, Any]) -> Any:
+def _job(s: Setting, model: str, stage: Any, places: dict[str, Any], **own: Any) -> Any:
     from rlcore.learner.optimizer_specs import OffloadSpec
     from rlcore.learner.specs import LearnerJob, LearnerSpec
     from rlcore.objectives.specs import ObjectiveSpec
@@ -125,35 +167,35 @@ def _job(s: Setting, model: str, stage: Any, places: dict[str, Any]) -> Any:
         num_gpus=0 if s.small else 1,
         dtype="bfloat16",
         gradient_checkpointing=True,
-        micro_batch_tokens=512,
         lr=1e-4,
         lr_warmup_steps=0,
+        **{"micro_batch_tokens": 512, **own},
     )
     return LearnerJob(
         model_path=model,
         learner=learner,
         objective=ObjectiveSpec(),
         corrections={},
-        sampling=make_sampling(logprobs_k=4, max_new_tokens=10),
+        sampling=make_sampling(logprobs_k=4, max_new_tokens=400),
         total_steps=10,
         run_seed=0,
         pad_id=0,
     )
 
 
-def _groups(seed: int) -> list[Any]:
-    """Prompts of four tokens and responses of eight, with random rewards."""
+def _groups(seed: int, groups: int = 32, tokens: int = 12) -> list[Any]:
+    """Eight answers to each prompt of four tokens, `tokens` in all, with random rewards."""
     from rlcore.testing.records import make_group, make_trajectory
 
     rng = np.random.default_rng(seed)
-    groups = []
-    for g in range(100 * seed, 100 * seed + 32):
-        drawn = [rng.integers(3, 15, 12).tolist() for _ in range(8)]
+    found = []
+    for g in range(100 * seed, 100 * seed + groups):
+        drawn = [rng.integers(3, 15, tokens).tolist() for _ in range(8)]
         parts = [
             make_trajectory(g, i, turns=[(ids[:4], ids[4:])], k=4) for i, ids in enumerate(drawn)
         ]
-        groups.append(make_group(parts, rng.random(8).tolist()))
-    return groups
+        found.append(make_group(parts, rng.random(8).tolist()))
+    return found
 
 
 def _allocated(s: Setting) -> int:

@@ -128,6 +128,8 @@ def blank_other_code(data: bytearray, architecture: int) -> int:
             while entry < end:
                 kind, _, head, length = struct.unpack_from("<HHIQ", data, entry)
                 (found,) = struct.unpack_from("<I", data, entry + 28)
+                if entry + head + length > end:
+                    break  # no entry: the header's bytes by chance
                 if (kind, found) != (MACHINE_CODE, architecture):
                     data[entry + head : entry + head + length] = bytes(length)
                     zeroed += length

@@ -82,10 +82,10 @@ def main() -> None:
         from layers import layer
 
         layer(s, SHAPES[shape])
-    elif part == "offload":
-        from offload import offload
+    elif part in ("offload", "attention"):
+        import offload
 
-        offload(s)
+        offload.offload(s) if part == "offload" else offload.attention(s)
     elif part in ("flex", "tree"):
         import sparse_forward
 

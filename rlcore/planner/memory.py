@@ -181,6 +181,8 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
         parts["gathered layers"] = width * min(sizes.parameters, LIVE)
         # reduced in float32, whatever they are computed in
         parts["gradients on their way"] = 4.0 * bucket if mixed else 0.0
+        if spec.offload.optimizer == "nvme":  # copied before they are written
+            parts["gradients to be written"] = 4.0 * bucket
     return parts
 
 

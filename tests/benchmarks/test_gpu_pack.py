@@ -22,8 +22,10 @@ def fat_binary(*entries):
 def test_only_other_architectures_code_is_zeroed():
     kept, ptx, other = b"hopper" * 9, b"ptx" * 40, b"ampere" * 30
     chance = struct.pack("<I", pack.MAGIC)  # the magic number inside ordinary data
+    header = struct.pack("<IHHQ", pack.MAGIC, 1, 16, 64)  # and a whole header before other data
     parts = [
         b"elf" + chance + b"\xff" * 40,
+        header + b"\xff" * 64,
         fat_binary(entry(2, 80, other), entry(2, 90, kept), entry(1, 90, ptx)),
         b"between",
         fat_binary(entry(2, 90, kept)),

@@ -5,6 +5,7 @@ import pytest
 from rlcore.learner.limits import LayerSizes
 from rlcore.learner.specs import LearnerSpec
 from rlcore.planner.memory import (
+    BUCKET,
     ModelSizes,
     actor_rank,
     learner_host,
@@ -84,6 +85,11 @@ def test_what_is_offloaded_leaves_the_device_for_the_host():
     disk = {"optimizer": "nvme", "nvme_path": "/disk"}
     on_disk = learner_host(SIZES, spec(zero_stage=3, offload=disk), bucket_bytes=2**29)
     assert on_disk["states being updated"] == 4 * 4 * 1e9 and "states on the host" not in on_disk
+    disks, hosts = (
+        learner_rank(SIZES, spec(zero_stage=3, offload=places))
+        for places in (disk, {"optimizer": "cpu"})
+    )
+    assert total(disks) - total(hosts) == 4 * BUCKET  # on an H100: 0.34 GiB for 94 M weights
 
 
 def test_adapters_have_small_states():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -125,6 +126,13 @@ def _refuse_without_aio() -> None:
         raise UserError(
             "learner.offload.optimizer=nvme needs libaio with its headers (package libaio-dev) and "
             "a C++ compiler on every learner node: install them, or choose cpu or none."
+        )
+    cards = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if torch.cuda.is_available() and re.search(r"\d[a-z]", cards):
+        raise UserError(
+            f"TORCH_CUDA_ARCH_LIST={cards} cannot be combined with learner.offload.optimizer=nvme: "
+            "DeepSpeed, which compiles for it, reads numbers alone, such as 9.0. Set them on every "
+            "learner node, or choose cpu or none."
         )
 
 
