@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,19 +45,22 @@ def decoding(llm: Any, ask: Ask, steps: int, prefill: int) -> tuple[list[Any], f
 
 
 def decode_profile(llm: Any, ask: Ask, prefill: int) -> Row:
-    """Of `STEPS` decode steps: milliseconds, the busiest kernels and the host's own operations.
+    """Of `STEPS` decode steps: milliseconds, the busiest kernels, the host's operations, and the
+    Python functions that take most by themselves.
 
-    The step is timed without the profiler, which slows the host.
+    The step is timed without the profilers, which slow the host.
     """
     import torch
 
-    ask(llm, prefill + 3 * STEPS)
+    ask(llm, prefill + 4 * STEPS)
     for _ in range(prefill + STEPS // 2):
         llm.step()
     step_ms = _milliseconds_a_step(llm)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as found:
         _milliseconds_a_step(llm)
+    python = cProfile.Profile()
+    python.runcall(_milliseconds_a_step, llm)
     while llm.unfinished():
         llm.step()
     events = found.key_averages()
@@ -70,7 +75,17 @@ def decode_profile(llm: Any, ask: Ask, prefill: int) -> Row:
         "kernel launches": sum(n for key, n in counts.items() if "LaunchKernel" in key),
         "kernels ms": _largest(kernels),
         "host ms": _largest(host),
+        "Python ms": _largest(_by_function(python)),
     }
+
+
+def _by_function(profile: cProfile.Profile) -> dict[str, float]:
+    """Milliseconds a step that each function takes without those it calls."""
+    found: dict[str, float] = {}
+    for (file, _, name), numbers in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        place = f"{file.rpartition('/')[2]}:{name}"
+        found[place] = found.get(place, 0.0) + numbers[2] / STEPS * 1e3
+    return found
 
 
 def _milliseconds_a_step(llm: Any) -> float:
