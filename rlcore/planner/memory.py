@@ -167,8 +167,11 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     parts = _activations(sizes, spec, width)
     bucket = min(BUCKET, own)
     if stage == 0 or stage == 1:
-        parts["gradients on their way"] = width * own
-        parts["bucket of gradients"] = 0.0 if stage == 0 or mixed else 4.0 * bucket
+        held = {"gradients on their way": width * own}
+        sent = {"bucket of gradients": 4.0 * bucket if stage == 1 else 0.0}
+        if stage == 1 and mixed:  # at the end of the pass
+            return held | (sent if total(sent) > total(parts) else parts)
+        parts |= held | sent
     elif stage == 2:
         reduced = 4.0 * _partition(sizes, spec, own)
         flush = (8.0 if mixed else 4.0) * bucket

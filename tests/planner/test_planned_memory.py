@@ -66,6 +66,14 @@ def test_ranks_with_parts_of_experts_hold_the_rest_whole():
     assert half["frozen policy"] == whole["frozen policy"] == 2 * 8e9
 
 
+def test_zero_1_holds_a_bucket_of_gradients_at_the_end_of_a_pass():
+    few = replace(SIZES, parameters=9.4e7, largest=1e6, layer=LayerSizes(6, 64, 64, 64, 64, True))
+    parts = learner_rank(few, spec(zero_stage=1, micro_batch_tokens=64, head_chunk_tokens=64))
+    assert total(parts) == (2 + 12 + 4 + 2 + 4) * 9.4e7  # an H100 held 2.11 GiB of 2.10
+    many = learner_rank(SIZES, spec(zero_stage=1))
+    assert "activations" in many and "bucket of gradients" not in many
+
+
 def test_the_reference_is_divided_as_the_policy_is():
     for stage in (2, 3):
         parts = learner_rank(SIZES, spec(zero_stage=stage, ranks=8), kl=True)
