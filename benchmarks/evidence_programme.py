@@ -82,9 +82,13 @@ _COMMON: Words = ("model.warmup.precision=float64",)
 
 
 def _floor_study(
-    digits: int, vocabulary: int = 16384, floors: Sequence[str] = ("0.5e-6", "1.5e-6")
+    digits: int,
+    vocabulary: int = 16384,
+    floors: Sequence[str] = ("0.5e-6", "1.5e-6"),
+    rho: Words = (),
 ) -> Study:
-    """T*m is the number of new tokens times V e: at 64 digits 0.5 and 1.6, at 32 half of that."""
+    """T*m is the number of new tokens times V e: at 64 digits 0.5 and 1.6, at 32 half of that.
+    `rho`: of DVP, whose default of 2.3e-6 must be above the floors."""
     task = (
         *_COMMON,
         *(f"task.args.min_digits={digits}", f"task.args.max_digits={digits}"),
@@ -95,15 +99,12 @@ def _floor_study(
         experiment="evidence/dvp",
         knob="floor e",
         matched=("0", (*task, "correction=none")),
-        sizes={
-            e: (*task, f"actor.bf16.probability_floor={e}", "correction=none")
-            for e in floors
-        },
+        sizes={e: (*task, f"actor.bf16.probability_floor={e}", "correction=none") for e in floors},
         arms={
             "tis": ("correction=[tis]",),
             "mis": ("correction=[mis]",),
-            "dvp": ("correction=[dvp]",),
-            "dvp + mis": ("correction=[dvp,mis]",),
+            "dvp": ("correction=[dvp]", *rho),
+            "dvp + mis": ("correction=[dvp,mis]", *rho),
             UNCORRECTED: (),
         },
         swept=False,
@@ -390,8 +391,9 @@ KL = "mismatch/kl_k3"
 
 
 def _floor_gate(size: str) -> Gate:
-    share = over("mismatch/outside_share")
-    compared = ratio(mean("dvp", size, share), mean(UNCORRECTED, size, share))
+    # what is outside is counted by rho where DVP is on, and by its default where it is off
+    pruned = mean("dvp", size, over("mismatch/outside_share"))
+    compared = ratio(pruned, mean(UNCORRECTED, size, over("mismatch/unlikely_share")))
     return Gate(
         "DVP's share of tokens outside is below 10% of the uncorrected arm's",
         (Bound(compared, at_most=0.1),),
@@ -422,7 +424,7 @@ PROGRAMME: dict[str, Registered] = {
     # T*m of 12 new tokens: 1.6 and 0.3
     "floor_short": Registered(
         "E12",
-        _floor_study(10, 2048, ("12e-6", "65e-6")),
+        _floor_study(10, 2048, ("12e-6", "65e-6"), ("correction.dvp.rho=1e-4",)),
         (
             Hypothesis("dvp", _OTHERS, "65e-6", at_least=0.10),
             Hypothesis("dvp", _OTHERS, "12e-6", within=0.05),
