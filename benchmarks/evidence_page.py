@@ -61,6 +61,7 @@ COLOURS = {
     "jackpot new": "C2",
     "jackpot new, clip on": "C8",
     "dvp": "C4",
+    "dvp rho=1e-3": "C4",
     "dvp + mis": "C6",
     "decoupled ppo": "C6",
     "vcpo": "C1",
