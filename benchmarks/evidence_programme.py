@@ -115,7 +115,7 @@ def _floor_study(
 
 _WIDE = "dvp rho=1e-3"
 _SHORT = _floor_study(10, 2048, ("12e-6", "65e-6"), ("correction.dvp.rho=1e-4",))
-# T*m of 12 new tokens: 0.3 and 1.6. The wide arm joined when rho turned out to be too near the floor
+# T*m of 12 new tokens: 0.3 and 1.6. The wide arm joined when rho was seen to be too near the floor
 _SHORT_STUDY = replace(
     _SHORT,
     arms={**_SHORT.arms, _WIDE: ("correction=[dvp]", "correction.dvp.rho=1e-3")},
