@@ -121,6 +121,7 @@ _SHORT_STUDY = replace(
     arms={**_SHORT.arms, _WIDE: ("correction=[dvp]", "correction.dvp.rho=1e-3")},
     figure=("matched", UNCORRECTED, "mis", _WIDE),
     shown="65e-6",
+    contrasts=tuple((_WIDE, other, "65e-6") for other in ("tis", "mis", "dvp")),
 )
 
 _PHASES = (

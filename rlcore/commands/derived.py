@@ -10,6 +10,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.cluster.specs import joined_address
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
+from rlcore.corrections.dvp import DvpSpec
 from rlcore.errors import UserError
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
@@ -195,6 +196,8 @@ _PLAIN: dict[str, Any] = {
     "temperature_scale": 1.0,
 }
 _ALONE = {"count": 1, "speculate": None}
+#: rho of DVP over an actor's floor: at 1.5 times it pruned less than half of what the floor drew
+FAR = 10.0
 
 
 def evaluation_actor(config: RunConfig) -> ActorSpec | None:
@@ -223,6 +226,21 @@ def mixed_answers(config: RunConfig) -> str:
         f"all actors answer held-out prompts, and those of {', '.join(others)} sample from another "
         "policy: eval/* mixes them (evaluation.dense_actor=true evaluates the policy itself, "
         "evaluation.actors=[LABEL] one kind)"
+    )
+
+
+def near_floors(config: RunConfig) -> str:
+    """A line where the safe set of DVP begins too near the probability floor of an actor; else
+    ""."""
+    dvp = next((s for s in config.correction.chosen().values() if isinstance(s, DvpSpec)), None)
+    floors = {label: actor.probability_floor for label, actor in config.actor.items()}
+    label, floor = max(floors.items(), key=lambda item: item[1])
+    if dvp is None or floor * FAR <= dvp.rho:
+        return ""
+    return (
+        f"actor.{label}.probability_floor={floor:g} is above a tenth of correction.dvp.rho="
+        f"{dvp.rho:g}: tokens that the policy itself holds near rho rise above it by the floor and "
+        f"stay in the actors' safe set (correction.dvp.rho={floor * FAR:g} keeps them out)"
     )
 
 

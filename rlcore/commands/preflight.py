@@ -197,8 +197,7 @@ def _remarks(
     for label in config.played:
         yield from (f"{label}: {line}" for line in lost_roles(tokenizer, config.model))
         yield from (f"{label}: {line}" for line in _room(config, label))
-    if line := derived.mixed_answers(config):
-        yield line
+    yield from filter(None, (derived.mixed_answers(config), derived.near_floors(config)))
 
 
 def _room(config: RunConfig, label: str) -> list[str]:

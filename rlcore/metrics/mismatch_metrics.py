@@ -112,7 +112,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "mismatch/floor_tokens",
         "tokens",
         "T*m: expected tokens of an answer that the actors' probability floor has drawn",
-        healthy="below 2",
+        healthy="below 1",
         otherwise="[dvp](corrections/dvp.md)",
     ),
     Metric(

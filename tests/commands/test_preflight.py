@@ -73,6 +73,20 @@ def test_an_evaluation_that_mixes_policies_is_said_before_a_run(model, words, sa
     assert any(sentence in line for line in remarks) == said, remarks
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("correction=[dvp]", "actor.bf16.probability_floor=1.5e-6"), True),
+        (("correction=[dvp]", "actor.bf16.probability_floor=1e-7"), False),
+        (("correction=[tis]", "actor.bf16.probability_floor=1.5e-6"), False),
+    ],
+)
+def test_a_safe_set_that_begins_near_a_floor_is_said_before_a_run(model, words, said):
+    remarks = prepared(model, "task=digits", *words).remarks
+    sentence = "probability_floor=1.5e-06 is above a tenth of correction.dvp.rho=2.26033e-06"
+    assert any(sentence in line for line in remarks) == said, remarks
+
+
 def test_a_model_whose_tokenizer_has_no_pad_token_has_a_padding(tmp_path):
     folder = _made(tmp_path / "unpadded")
     tokenizer = build_char_tokenizer(ALPHABET)
