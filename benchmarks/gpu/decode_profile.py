@@ -82,7 +82,8 @@ def decode_profile(llm: Any, ask: Ask, prefill: int) -> Row:
 def _by_function(profile: cProfile.Profile) -> dict[str, float]:
     """Milliseconds a step that each function takes without those it calls."""
     found: dict[str, float] = {}
-    for (file, _, name), numbers in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+    functions = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    for (file, _, name), numbers in functions.items():
         place = f"{file.rpartition('/')[2]}:{name}"
         found[place] = found.get(place, 0.0) + numbers[2] / STEPS * 1e3
     return found
