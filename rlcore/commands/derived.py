@@ -8,9 +8,9 @@ from typing import Any
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.cluster.specs import joined_address
+from rlcore.config.kinds import dvp_of
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
-from rlcore.corrections.dvp import DvpSpec
 from rlcore.errors import UserError
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
@@ -196,7 +196,7 @@ _PLAIN: dict[str, Any] = {
     "temperature_scale": 1.0,
 }
 _ALONE = {"count": 1, "speculate": None}
-#: rho of DVP over an actor's floor: at 1.5 times it pruned less than half of what the floor drew
+#: rho of DVP over an actor's floor: at 1.5 times half of what the floor draws is not pruned
 FAR = 10.0
 
 
@@ -232,7 +232,7 @@ def mixed_answers(config: RunConfig) -> str:
 def near_floors(config: RunConfig) -> str:
     """A line where the safe set of DVP begins too near the probability floor of an actor; else
     ""."""
-    dvp = next((s for s in config.correction.chosen().values() if isinstance(s, DvpSpec)), None)
+    dvp = dvp_of(config)
     floors = {label: actor.probability_floor for label, actor in config.actor.items()}
     label, floor = max(floors.items(), key=lambda item: item[1])
     if dvp is None or floor * FAR <= dvp.rho:

@@ -14,6 +14,7 @@ from rlcore.config.kinds import (
     check_shares,
     check_speculation,
     check_targets,
+    dvp_of,
     shown,
 )
 from rlcore.config.learner_checks import (
@@ -30,7 +31,6 @@ from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.covariance import KlCovSpec
-from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.tis import TisSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
@@ -190,7 +190,7 @@ def _step_sizes(c: RunConfig) -> None:
 def _truncation(c: RunConfig) -> None:
     """The learner must see the distribution that was sampled from: DVP truncates on both sides,
     and otherwise the learner conditions on the sets that sampling kept, which records hold."""
-    r, dvp = c.rollout, _dvp(c)
+    r, dvp = c.rollout, dvp_of(c)
     cut = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
     if dvp is not None:
         # A resumed configuration may hold the value that DVP itself would set.
@@ -411,7 +411,7 @@ def _drafts(c: RunConfig) -> None:
         "same kind=draft (actor=draft).",
     )
     refuse(
-        _dvp(c) is not None,
+        dvp_of(c) is not None,
         f"{shown('correction', c.correction)} cannot be combined with learner.draft: its learner "
         "takes log-probs over the whole vocabulary, and dvp's actors sample from the safe set; use "
         "one or the other.",
@@ -458,7 +458,7 @@ def _sparse_learning(c: RunConfig) -> None:
         f"rollout.logprobs_k={c.rollout.logprobs_k}: use at least 1.",
     )
     refuse(
-        _dvp(c) is not None,
+        dvp_of(c) is not None,
         f"{shown('correction', c.correction)} cannot be combined with learner.distill: under dvp "
         "a token outside the policy's safe set has no log-prob for the sparse copy to follow; use "
         "one or the other.",
@@ -468,11 +468,6 @@ def _sparse_learning(c: RunConfig) -> None:
 def _diffusion(c: RunConfig) -> None:
     if c.model.diffusion is not None or any(a.engine == "diffusion" for a in c.actor.values()):
         load_object(DIFFUSION)(c)
-
-
-def _dvp(c: RunConfig) -> DvpSpec | None:
-    found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
-    return next(found, None)
 
 
 RULES = (

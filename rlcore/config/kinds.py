@@ -32,10 +32,16 @@ def check_kinds(c: RunConfig) -> None:
                 )
 
 
+def dvp_of(c: RunConfig) -> DvpSpec | None:
+    """The settings of DVP, which all kinds of actors share; None: a run without it."""
+    found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
+    return next(found, None)
+
+
 def check_speculation(c: RunConfig) -> None:
     """Refuse what a model that proposes tokens would make wrong, or was not shown with."""
     lora = c.learner.lora
-    dvp = any(isinstance(spec, DvpSpec) for spec in c.correction.chosen().values())
+    dvp = dvp_of(c) is not None
     min_p = f"rollout.min_p={c.rollout.min_p:g}"
     unproven = {
         "bitwise=true": c.bitwise,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore.config.kinds import shown
+from rlcore.config.kinds import dvp_of, shown
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.dvp import DvpSpec
@@ -274,7 +274,7 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     for name, on in (("top_p", r.top_p < 1), ("top_k", r.top_k > 0), ("min_p", r.min_p > 0)):
         cut = "whose kept sets engine and learner sum in other orders: leave it off"
         yield f"rollout.{name}={getattr(r, name)}", on, cut
-    dvp = any(isinstance(spec, DvpSpec) for spec in c.correction.chosen().values())
+    dvp = dvp_of(c) is not None
     yield "correction=dvp", dvp, "which truncates: leave it out"
     unproven = "which is not proven so: leave it out"
     yield "environments", bool(c.played), unproven

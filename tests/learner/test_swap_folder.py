@@ -7,7 +7,10 @@ from rlcore.errors import UserError
 from rlcore.learner.engines import zero_state
 
 
-@pytest.mark.parametrize("cards, ok", [("9.0a", False), ("8.0 10.0f", False), ("9.0+PTX", True)])
+@pytest.mark.parametrize(
+    "cards, ok",
+    [("9.0a", False), ("8.0 10.0f", False), ("Hopper", False), ("8.0;9.0+PTX", True), ("", True)],
+)
 def test_cards_that_deepspeed_cannot_compile_for_are_refused(tmp_path, monkeypatch, cards, ok):
     builders = pytest.importorskip("deepspeed.ops.op_builder")
     monkeypatch.setattr(builders.AsyncIOBuilder, "is_compatible", lambda self: True)

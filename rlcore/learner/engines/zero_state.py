@@ -128,11 +128,12 @@ def _refuse_without_aio() -> None:
             "a C++ compiler on every learner node: install them, or choose cpu or none."
         )
     cards = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if torch.cuda.is_available() and re.search(r"\d[a-z]", cards):
+    read = all(re.fullmatch(r"\d+\.\d+(\+PTX)?", card) for card in re.findall(r"[^;\s]+", cards))
+    if torch.cuda.is_available() and not read:
         raise UserError(
             f"TORCH_CUDA_ARCH_LIST={cards} cannot be combined with learner.offload.optimizer=nvme: "
-            "DeepSpeed, which compiles for it, reads numbers alone, such as 9.0. Set them on every "
-            "learner node, or choose cpu or none."
+            "DeepSpeed, which compiles for it, reads numbers alone, such as 9.0 or 9.0+PTX. Set "
+            "them on every learner node, or choose cpu or none."
         )
 
 

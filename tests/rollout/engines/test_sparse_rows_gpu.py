@@ -172,6 +172,24 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
     assert at[1] >= 44 and decoded == (9 if rule.needs_prompts else 10)
 
 
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize(
+    "own", [{"blocks": 2}, {"blocks_by_length": (2, 3)}, {"blocks": 2, "prompt": "dense"}]
+)
+def test_the_first_runner_captures_no_rule_that_needs_prompts(monkeypatch, own, second):
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from rlcore.rollout.engines.vllm import sparse_backend_gpu
+
+    rule = SparseSpec(**own)
+    monkeypatch.setattr(sparse_backend_gpu, "installed_rule", lambda: rule)
+    config = types.SimpleNamespace(use_v2_model_runner=second)
+    found = sparse_backend_gpu.SparseGPUBuilder.get_cudagraph_support(config, None)
+    captured = second or not rule.needs_prompts
+    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert found == (single if captured else AttentionCGSupport.NEVER)
+
+
 def test_vllm_s_own_requests_are_captured_as_responses():
     planner = StepPlanner()
     planner.rule = SparseSpec(block_size=BS, blocks=2, prompt="dense")
