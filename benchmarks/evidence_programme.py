@@ -115,13 +115,21 @@ def _floor_study(
 
 _WIDE = "dvp rho=1e-3"
 _SHORT = _floor_study(10, 2048, ("12e-6", "65e-6"), ("correction.dvp.rho=1e-4",))
-# T*m of 12 new tokens: 0.3 and 1.6. The wide arm joined when rho was seen to be too near the floor
+# T*m of 12 new tokens: 0.3 and 1.6. The wide arm joined when rho was seen to be too near the floor,
+# and an arm that drops the answers in which TIS gives a token a weight near 0, since TIS ends below
+# none
 _SHORT_STUDY = replace(
     _SHORT,
     arms={**_SHORT.arms, _WIDE: ("correction=[dvp]", "correction.dvp.rho=1e-3")},
+    further={
+        "65e-6": {"tis + veto at 0.5": ("correction=[tis,veto]", "correction.veto.threshold=0.5")}
+    },
     figure=("matched", UNCORRECTED, "mis", _WIDE),
     shown="65e-6",
-    contrasts=tuple((_WIDE, other, "65e-6") for other in ("tis", "mis", "dvp")),
+    contrasts=(
+        *((_WIDE, other, "65e-6") for other in ("tis", "mis", "dvp")),
+        ("tis + veto at 0.5", "tis", "65e-6"),
+    ),
 )
 
 _PHASES = (

@@ -298,7 +298,7 @@ def describe_actor(label: str, actor: ActorSpec, max_len: int) -> str:
 def _budget(sparse: SparseSpec) -> str:
     if sparse.blocks_by_length is not None:
         first, last = sparse.blocks_by_length[0], sparse.blocks_by_length[-1]
-        return f"{first} to {last} pages by position"
+        return f"{first} pages" if first == last else f"{first} to {last} pages by position"
     return f"{sparse.blocks} pages" if sparse.blocks else f"{sparse.share:g} of the pages"
 
 

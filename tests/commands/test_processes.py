@@ -120,6 +120,9 @@ def test_a_sparse_actor_whose_budget_covers_every_context_is_said_to_be_dense():
     dense = described("actor=sparse", "actor.sparse.sparse.blocks=8")
     assert "model.max_len=128: NOTHING IS SPARSE" in dense
     assert "NOTHING" not in described("actor=sparse", "actor.sparse.sparse.blocks=7")
+    by_length = "actor.sparse.sparse={blocks: null, blocks_by_length: [3, %s], length_step: 64}"
+    assert ", 3 to 5 pages by position of" in described("actor=sparse", by_length % 5)
+    assert ", 3 pages of" in described("actor=sparse", by_length % 3)
 
 
 def test_an_fp8_cache_goes_with_bf16_weights_too():
