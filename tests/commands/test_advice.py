@@ -38,7 +38,8 @@ def row(figures, **others):
         (HEAVY, 4, 128, ("tis",)),  # masks lose direction
         (HEAVY | {"acceptance": 0.6}, 0, 128, ("tis",)),
         (HEAVY | {"unlikely_share": 0.01, "floor_tokens": 0.3}, 0, 128, ("tis",)),
-        (HEAVY | {"unlikely_share": 0.05, "floor_tokens": 1.1}, 0, 128, ("dvp", "tis")),
+        (HEAVY | {"unlikely_share": 0.05, "floor_tokens": 1.1}, 0, 128, ("dvp",)),
+        (HEAVY | {"floor_tokens": 1.1}, 1, 128, ("dvp", "tis")),
     ],
 )
 def test_what_is_measured_decides(figures, stale, answers, use):
