@@ -73,7 +73,7 @@ COLOURS = {
     "distilled": "C4",
     "both": "C6",
     "distillsparse, 8 of 12": "C6",
-    "training-free": "C2",
+    "training-free": "C0",
     "k=20, lambda=1, C1=3": "C2",
     "mode=mask": "C3",
     "mode=reweight": "C0",

@@ -43,6 +43,7 @@ NEEDS = {  # further options that one option requires
     "correction=[rapid]": ["algorithm=rapid"],
     "algorithm.whitening=tokens": ["algorithm=reinforce_pp"],
     "learner.distill.lora.publish=adapter": ["actor=sparse"],
+    "learner.distill={}": ["actor=sparse"],
     "learner.sequence_parallel=4": ["learner.ranks=4"],
     "cluster=ray": ["cluster.address=head:6379"],
     "algorithm.train_on_best_by=acceptance": ["algorithm.train_on_best=4"],

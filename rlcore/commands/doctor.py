@@ -57,12 +57,15 @@ class Advice:
     without: dict[str, str] = field(default_factory=dict)
 
 
-def advise(row: Row, *, stale: int, answers: int) -> Advice:
+def advise(row: Row, *, stale: int, answers: int, sparse: Sequence[str] = ()) -> Advice:
     """Return the advice of the decision table (`corrections/decisions.yaml`) for a row.
 
     `stale`: the age in steps that the run's schedule allows its samples, which adds to the measured
-    mismatch; `answers`: of a step of the run."""
+    mismatch; `answers`: of a step of the run; `sparse`: labels of sparse actors that nothing keeps
+    near the policy."""
     figures = figures_of(row, answers) | {"stale": float(stale)}
+    if (worst := _worst_agreement(row, sparse)) is not None:
+        figures["sparse_agreement_p5"] = worst
     holding = regimes_of(figures)
     use = tuple(dict.fromkeys(name for regime in holding for name in regime.use))
     because = tuple(
@@ -84,6 +87,22 @@ def figures_of(row: Row, answers: int) -> dict[str, float]:
     length = float(row.get("response_length/mean") or 1.0)
     star = typical_n_star(length, settled_share(found))
     return found | {"n_star": star, "batches_per_n_star": answers / star}
+
+
+def _worst_agreement(row: Row, labels: Sequence[str]) -> float | None:
+    """The lowest agreement of these kinds of actors; a row of one kind has the pooled one alone."""
+    name = "mismatch/agreement_p5"
+    found = [row.get(f"{name}@{label}", row.get(name)) for label in labels]
+    return min((float(value) for value in found if value is not None), default=None)
+
+
+def uncontrolled(config: RunConfig) -> tuple[str, ...]:
+    """Labels of sparse actors whose pages stay and that no adapters lead after the policy."""
+    return tuple(
+        label
+        for label, actor in config.actor.items()
+        if actor.sparse is not None and actor.target is None and config.learner.distill is None
+    )
 
 
 def _measured(regime: Regime, figures: Mapping[str, float]) -> str:
@@ -283,7 +302,7 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
     if not found.row:
         return shown
     answers = config.schedule.groups_per_step * config.rollout.samples_per_prompt
-    advice = advise(found.row, stale=stale, answers=answers)
+    advice = advise(found.row, stale=stale, answers=answers, sparse=uncontrolled(config))
     figures = figures_of(found.row, answers)
     rates = kind_rates([found.row], config.actor)
     return shown | {

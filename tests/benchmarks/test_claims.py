@@ -11,7 +11,7 @@ from evidence_tables import final, interval, on_actors, paired
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
     *("rlcore/corrections/decisions.yaml", "docs/corrections/index.md"),
-    *("docs/evidence/README.md", "docs/mismatch.md"),
+    *("docs/evidence/README.md", "docs/mismatch.md", "docs/cheap-actors.md"),
 )
 LARGE, SMALL = "int3, 512", "int3, 128"
 
@@ -35,6 +35,11 @@ CLAIMS = [
     ("runs end {-mean} below PPO", "jackpot", "no weights", UNCORRECTED, "64"),
     ("ends {mean} above a bound of 1", "set_point", "set-point", "matched", "32"),
     ("and {mean} above TIS at 32", "set_point", "set-point", "tis", "32"),
+    ("tis ends {-mean} below dense actors", "sparse_long", "training-free", "matched", "3"),
+    ("ends {mean} above tis, and", "sparse_long", "set-point", "training-free", "3"),
+    ("distill) {mean}", "sparse_long", "distillsparse", "training-free", "3"),
+    ("TIS and {-mean} below dense", "sparse_long", "distillsparse", "matched", "3"),
+    ("TIS and {-mean} below dense", "sparse_long", "set-point", "matched", "3"),
     ("and {mean} above TIS", "round_as", "round_as", "tis C=5", "int3"),
 ]
 SERVED = ("round_as",)  # studies whose figures are those of the policy on its actors

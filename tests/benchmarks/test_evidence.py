@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rlcore.commands.derived import evaluation_actor
+from rlcore.commands.preflight import make_tasks
 from rlcore.config.compose import load
 
 TINY = Study(
@@ -364,6 +365,7 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     for words in [study.matched[1], *combined]:
         given = [word.replace(MOVED, "4") for word in words]
         run = load([f"experiment={study.experiment}", *given, f"run_dir={tmp_path}"])
+        assert make_tasks(run)
         plain = evaluation_actor(run) or all(map(samples_the_policy, run.actor.values()))
         assert plain or name in BY_ITS_ACTORS
     own = evidence_page.PAGES / f"{name}.md"
@@ -375,6 +377,7 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     arms |= {arm for own in study.further.values() for arm in own}
     assert len(study.figure) <= 4 and set(study.figure) <= arms
     assert set(study.figure) <= set(evidence_page.COLOURS)
+    assert len({evidence_page.COLOURS[arm] for arm in study.figure}) == len(study.figure)
     assert {arm for a, b, _ in study.contrasts for arm in (a, b)} <= arms
 
 

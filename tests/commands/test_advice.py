@@ -2,7 +2,16 @@
 
 import pytest
 
-from rlcore.commands.doctor import Probe, Token, advise, diagnosis, lines, shortened, worst_tokens
+from rlcore.commands.doctor import (
+    Probe,
+    Token,
+    advise,
+    diagnosis,
+    lines,
+    shortened,
+    uncontrolled,
+    worst_tokens,
+)
 from rlcore.config.compose import load
 
 ROUNDING = {"abs_dlogp_mean": 1e-6, "abs_dlogp_max": 1e-5, "ess": 1.0, "acceptance": 1.0}
@@ -60,6 +69,29 @@ def test_what_is_unnecessary_is_said_with_its_figure():
     assert "mis" not in advise(row(NOISY), stale=0, answers=128).without
     low = advise(row(HEAVY, ess=0.3), stale=0, answers=128).because
     assert any("few effective samples (ess 0.3)" in said for said in low)
+
+
+FAR = NOISY | {"agreement_p5": 0.45}
+SPARSE = ("actor=[sparse]", "correction=[tis]")
+SET_POINT = "actor.sparse.target={moves: pages}"
+
+
+def test_sparse_actors_far_from_the_policy_are_to_be_changed():
+    for found in (row(FAR), row(FAR | {"agreement_p5": 0.9, "agreement_p5@sparse": 0.45})):
+        advised = advise(found, stale=0, answers=128, sparse=("sparse",))
+        assert any("far from the policy (sparse_agreement_p5 0.45)" in s for s in advised.because)
+    for near in (
+        advise(row(NOISY, agreement_p5=0.7), stale=0, answers=128, sparse=("sparse",)),
+        advise(row(FAR), stale=0, answers=128),
+    ):
+        assert not any("far from the policy" in said for said in near.because)
+
+
+def test_sparse_actors_with_a_set_point_or_adapters_are_near_by_themselves():
+    assert uncontrolled(load(["run_dir=x", *SPARSE])) == ("sparse",)
+    assert uncontrolled(load(["run_dir=x", *SPARSE, "learner.distill={}"])) == ()
+    pages = "actor.sparse.sparse={blocks: null, blocks_by_length: [2, 2], length_step: 64}"
+    assert uncontrolled(load(["run_dir=x", *SPARSE, pages, SET_POINT])) == ()
 
 
 def test_a_diagnosis_in_words_and_in_data():
