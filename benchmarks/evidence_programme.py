@@ -317,6 +317,7 @@ def _pages(pages: int | str, step: int, *words: str) -> Words:
 
 
 def _sorted(digits: int, tokens: int, context: int) -> Words:
+    """On-policy runs that sort so many digits, with so many new tokens and positions at most."""
     return (
         *("schedule=on_policy", "correction=[tis]", "task.args.op=sort"),
         *(f"task.args.min_digits={digits}", f"task.args.max_digits={digits}"),
@@ -325,6 +326,7 @@ def _sorted(digits: int, tokens: int, context: int) -> Words:
 
 
 def _held_pages(stretches: Mapping[str, int]) -> Held:
+    """Pages that a set-point holds an agreement of 0.86 with; `stretches`: entries, by name."""
     return Held(
         "5th percentile of min(r, 1/r)",
         *(0.86, 0.02),

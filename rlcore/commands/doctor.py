@@ -92,17 +92,17 @@ def figures_of(row: Row, answers: int) -> dict[str, float]:
 def _worst_agreement(row: Row, labels: Sequence[str]) -> float | None:
     """The lowest agreement of these kinds of actors; a row of one kind has the pooled one alone."""
     name = "mismatch/agreement_p5"
-    found = [row.get(f"{name}@{label}", row.get(name)) for label in labels]
+    by_kind = any(key.startswith(f"{name}@") for key in row)
+    found = [row.get(f"{name}@{label}" if by_kind else name) for label in labels]
     return min((float(value) for value in found if value is not None), default=None)
 
 
 def uncontrolled(config: RunConfig) -> tuple[str, ...]:
     """Labels of sparse actors whose pages stay and that no adapters lead after the policy."""
-    return tuple(
-        label
-        for label, actor in config.actor.items()
-        if actor.sparse is not None and actor.target is None and config.learner.distill is None
-    )
+    if config.learner.distill is not None:
+        return ()
+    moved = {label for label, a in config.actor.items() if a.target and a.target.moves == "pages"}
+    return tuple(label for label, a in config.actor.items() if a.sparse and label not in moved)
 
 
 def _measured(regime: Regime, figures: Mapping[str, float]) -> str:

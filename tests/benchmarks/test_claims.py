@@ -11,12 +11,12 @@ from evidence_tables import final, interval, on_actors, paired
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
     *("rlcore/corrections/decisions.yaml", "docs/corrections/index.md"),
-    *("docs/evidence/README.md", "docs/mismatch.md", "docs/cheap-actors.md"),
+    *("docs/evidence/README.md", "docs/mismatch.md", "docs/cheap-actors.md", "README.md"),
 )
 LARGE, SMALL = "int3, 512", "int3, 128"
 
-# what is said, and the study, arms and size that it is said of; {mean}, {low} and {high} are
-# theirs, {-mean} without its sign
+# a text, and the study, arms and size whose difference it states; {-mean} is {mean} without its
+# sign
 CLAIMS = [
     ("dvp ends {mean} above none", "floor_short", "dvp rho=1e-3", UNCORRECTED, "65e-6"),
     ("none in training [{low}, {high}]", "floor_short", "dvp rho=1e-3", UNCORRECTED, "65e-6"),
@@ -36,6 +36,8 @@ CLAIMS = [
     ("ends {mean} above a bound of 1", "set_point", "set-point", "matched", "32"),
     ("and {mean} above TIS at 32", "set_point", "set-point", "tis", "32"),
     ("tis ends {-mean} below dense actors", "sparse_long", "training-free", "matched", "3"),
+    ("TIS ended {-mean} below dense actors", "sparse_long", "training-free", "matched", "3"),
+    ("the set-point {-mean}]", "sparse_long", "set-point", "matched", "3"),
     ("ends {mean} above tis, and", "sparse_long", "set-point", "training-free", "3"),
     ("distill) {mean}", "sparse_long", "distillsparse", "training-free", "3"),
     ("TIS and {-mean} below dense", "sparse_long", "distillsparse", "matched", "3"),
