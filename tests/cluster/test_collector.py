@@ -55,7 +55,7 @@ def passes():
 
 def test_many_new_objects_bring_no_full_pass_and_young_cycles_are_freed(collector, passes):
     keep_passes_short()
-    assert passes == [2] and gc.get_freeze_count() > 1000
+    assert passes.count(2) == 1 and gc.get_freeze_count() > 1000  # young ones may come anywhere
     passes.clear()
     kept, rings = [[] for _ in range(2_000_000)], [weakref.ref(Ring()) for _ in range(100_000)]
     assert len(kept) == 2_000_000 and 2 not in passes and {0, 1} <= set(passes)
