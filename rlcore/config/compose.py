@@ -61,6 +61,10 @@ AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
 FILES = ("train_path", "heldout_path")
 
 
+# Keys in whose place a run directory has what the run found for `auto`.
+STATED = ("learner.max_threads",)
+
+
 def absolute(config: RunConfig) -> RunConfig:
     """The same run with every path resolved against this process's working directory."""
     model, algorithm, learner = config.model, config.algorithm, config.learner
@@ -450,7 +454,9 @@ def _resumed(saved: Path, words: Overrides, config_dir: str | Path | None) -> Di
 
 def _require_same(cfg: DictConfig, fresh: DictConfig, word: str, saved: Path) -> None:
     before, now = (flat(_checked(c, {}).model_dump(mode="json")) for c in (cfg, fresh))
-    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    stated = {key for key in STATED if now.get(key) == "auto"}
+    keys = [key for key in before | now if key not in stated]
+    changed = [key for key in keys if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]
         raise UserError(

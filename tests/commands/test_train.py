@@ -159,7 +159,8 @@ def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(
     run_dir, uninterrupted = tmp_path / "run", whole_large_batch
     first = command(*large_batch, f"run_dir={run_dir}", "schedule.steps=4")
     assert first.wait() == 0, first.text[-3000:]
-    second = command("train", f"run_dir={run_dir}", "resume=auto", "schedule.steps=6")
+    # as a scheduler repeats a command
+    second = command(*large_batch, f"run_dir={run_dir}", "resume=auto", "schedule.steps=6")
     assert second.wait() == 0, second.text[-3000:]
     resumed = rows(run_dir)
     # the last row of the stopped run reports its final publish and evaluation too

@@ -12,7 +12,7 @@ from shutil import which
 import pytest
 from preset_files import given
 
-from rlcore.commands.derived import idle_clip
+from rlcore.commands.derived import idle_clip, with_stated_threads
 from rlcore.config import compose
 from rlcore.config.compose import load, to_yaml
 from rlcore.config.groups import COMMAND_LINES, groups
@@ -250,7 +250,8 @@ def test_the_same_selections_are_composed_once(monkeypatch, tmp_path):
 
 
 def _started(folder, *words):
-    config = load([f"run_dir={folder}", *words])
+    """The configuration of a run directory, as `rlcore train` leaves it there."""
+    config = with_stated_threads(load([f"run_dir={folder}", *words]))
     (folder / "config.yaml").write_text(to_yaml(config))
     return config
 
@@ -273,12 +274,15 @@ def test_resume_starts_from_the_saved_configuration(tmp_path):
     assert started.model.system_prompt == "a ${b} c"
 
 
-def test_a_requeued_command_resumes_and_a_different_one_is_refused(tmp_path):
-    words = ["experiment=dvp_mis_veto", "learner.lr=3e-5", "resume=auto"]
+@pytest.mark.parametrize("more", [(), ("learner.max_threads=2",)])
+@pytest.mark.parametrize("experiment", ["dvp_mis_veto", "quickstart"])  # in turns, asynchronous
+def test_a_requeued_command_resumes_and_a_different_one_is_refused(experiment, more, tmp_path):
+    words = [f"experiment={experiment}", "learner.lr=3e-5", *more, "resume=auto"]
     first = _started(tmp_path, *words)  # nothing to resume: composed anew
+    assert first.learner.max_threads != "auto"
     assert load([f"run_dir={tmp_path}", *words]) == first
     with pytest.raises(UserError, match=r"learner\.lr=.*3e-05"):
-        load([f"run_dir={tmp_path}", "experiment=dvp_mis_veto", "resume=auto"])
+        load([f"run_dir={tmp_path}", f"experiment={experiment}", "resume=auto"])
 
 
 def test_without_resume_a_saved_configuration_does_not_count(tmp_path):
