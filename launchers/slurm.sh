@@ -71,10 +71,12 @@ wait $!
 
 "${inside[@]}" "${command[@]}" cluster.address="$address" &
 driver=$!
-code=0
-while kill -0 "$driver" 2>/dev/null; do # a trapped signal ends `wait` early
+if ((stopping)); then kill -TERM "$driver" 2>/dev/null || true; fi
+while # a trapped signal ends `wait` early, with a code of its own
   wait "$driver" && code=0 || code=$?
-done
+  kill -0 "$driver" 2>/dev/null
+do :; done
+wait "$driver" && code=0 || code=$? # the run's, which bash keeps
 # A run that was stopped by a signal or that failed continues from its newest checkpoint, at most
 # `retries` times.
 if ((code != 0 && (stopping || code == 1) && ${SLURM_RESTART_COUNT:-0} < retries)); then

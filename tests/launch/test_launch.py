@@ -130,7 +130,7 @@ def allocation(tmp_path):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     started = []
 
-    def start(settings=(), **environment):
+    def start(settings=(), edit=lambda script: script, **environment):
         spec = LaunchSpec(
             kind="slurm",
             nodes=3,
@@ -142,7 +142,7 @@ def allocation(tmp_path):
         )
         (script, text) = next(iter(render(spec, WORDS, str(tmp_path)).files.items()))
         Path(script).parent.mkdir(exist_ok=True)
-        Path(script).write_text(text)
+        Path(script).write_text(edit(text))
         log = tmp_path / "log"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "RLCORE_HEAD_IP": "10.0.0.1"}
         slurm["SLURMD_NODENAME"] = "n1"
@@ -287,9 +287,21 @@ while :; do sleep 0.05; done
 def test_a_failed_run_is_tried_again_and_a_wrong_configuration_is_not(
     allocation, code, restarts, requeued
 ):
-    process, log = allocation(RUN=f"sleep 0.3; exit {code}", SLURM_RESTART_COUNT=restarts)
+    process, log = allocation(RUN=f"exit {code}", SLURM_RESTART_COUNT=restarts)
     assert process.wait(timeout=deadline(30)) == int(code)
     assert ("scontrol requeue 7" in log.read_text().splitlines()) == requeued
+
+
+@pytest.mark.processes
+def test_a_run_that_ends_before_its_job_waits_for_it_keeps_its_code(allocation):
+    def delayed(script):
+        begun = "\ndriver=$!\n"
+        assert script.count(begun) == 1
+        return script.replace(begun, f"{begun}sleep 0.5\n")
+
+    process, log = allocation(RUN="exit 1", SLURM_RESTART_COUNT="0", edit=delayed)
+    assert process.wait(timeout=deadline(30)) == 1
+    assert "scontrol requeue 7" in log.read_text().splitlines()
 
 
 @pytest.mark.processes
