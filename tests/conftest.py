@@ -10,12 +10,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 from timing import deadline
 
 from rlcore.errors import UserError
 
 pytest_plugins = ["tier_plugin"]
+
+# An example's time says nothing of a law: the first one imports, and other programs run beside it.
+hypothesis.settings.register_profile("rlcore", deadline=None)
+hypothesis.settings.load_profile("rlcore")
 
 # where model=smollm2 expects it
 SMOLLM2 = Path(__file__).parents[1] / "cache" / "models" / "smollm2-135m"

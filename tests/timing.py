@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -61,6 +62,16 @@ def wait_until(
         assert time.monotonic() < until, f"waited {deadline(seconds):.0f} s for {what}"
         time.sleep(every_s)
     return found
+
+
+def free_port() -> int:
+    """A port of loopback that is free now, below those that outgoing connections and ports of
+    number 0 are drawn from: nothing else takes it before its user does."""
+    for port in random.SystemRandom().sample(range(20000, 32768), 64):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def listens(port: int) -> bool:

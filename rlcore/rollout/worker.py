@@ -429,9 +429,10 @@ class RolloutWorker:
             error: BaseException | None = None
         # Any error is reported by every later call, and the process is expected to exit.
         except BaseException as e:
-            error = self._error = e
+            error = e
         self._commands.end(error)
         self._updates.end(error or RuntimeError("the rollout worker is closed"))
+        self._error = error  # last: a call that is made after it was seen fails, too
 
     def _turn(self) -> None:
         self._take_commands()

@@ -176,7 +176,7 @@ def test_a_killed_actor_is_replaced_and_its_groups_are_lost():
     async def scenario(world):
         world.assignments.assign({0: group(0), 1: group(1)})
         os.kill(world.pid(0), signal.SIGKILL)
-        await world.supervisor.watch()
+        await world.until(lambda: world.supervisor.replacements)
         assert [m.name for m in world.fleet.rotation()] == ["bf16-1"]
         assert await world.fleet.publish(weights(1)) == {"stop_s": 0.1}
         lost = world.lost()

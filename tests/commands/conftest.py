@@ -8,7 +8,6 @@ model.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import stat
@@ -20,6 +19,8 @@ import psutil
 import pytest
 from local_run import WarmProcess
 from timing import deadline, wait_until
+
+from rlcore.metrics.rows import read_rows
 
 SMALL = (
     "experiment=quickstart",
@@ -70,11 +71,10 @@ class Command:
         self, condition, seconds: float = EVENT_S, what: str = "a condition", every_s: float = 0.1
     ) -> None:
         def holds() -> bool:
+            ended = self.process.poll() is not None
             if condition():
                 return True
-            assert self.process.poll() is None, (
-                f"the command ended while waiting for {what}:\n{self.text[-3000:]}"
-            )
+            assert not ended, f"the command ended while waiting for {what}:\n{self.text[-3000:]}"
             return False
 
         wait_until(holds, seconds, what, every_s)
@@ -177,9 +177,8 @@ def small(warm_cache):
 
 
 def rows(run_dir: Path):
-    """metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Rows of metrics.jsonl so far, which may be written to meanwhile."""
+    return read_rows(run_dir / "metrics.jsonl")
 
 
 def without_times(row):

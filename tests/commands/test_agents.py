@@ -7,6 +7,7 @@ import json
 import psutil
 import pytest
 from conftest import rows
+from timing import deadline
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -54,7 +55,7 @@ def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(command, sma
         *own,
         f"environment={tmp_path}/game.py:Moody",
         "environment.args={guesses: 3}",
-        "environment.step_timeout_s=2",
+        f"environment.step_timeout_s={deadline(2):g}",
         f"run_dir={run_dir}",
         "schedule.steps=12",
         "cluster.heartbeat_s=1",

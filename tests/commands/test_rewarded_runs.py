@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import rows
-from timing import listens, wait_until
+from timing import free_port, listens, wait_until
 
 from rlcore.config.compose import load
 from rlcore.testing.reward_server import HttpReply, RewardServer, judgement
@@ -32,12 +31,6 @@ def example(port):
     words = shlex.split(line.replace("8900", str(port)))
     assert words[:2] == ["rlcore", "train"]
     return [w for w in words[2:] if not w.startswith(("run_dir=", "experiment="))]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from timing import listens, wait_until
+from timing import free_port, listens, wait_until
 
 from rlcore.environments import environment_maker
 from rlcore.environments.protocol import Action
@@ -30,9 +30,7 @@ def url(request):
     """The address of a server, in a process and an environment of its own."""
     if request.param == "real" and not REAL:
         pytest.skip("RLCORE_OPENENV_PYTHON names no Python with openenv-core")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     python = REAL if request.param == "real" else sys.executable
     server = subprocess.Popen([python, str(HERE / f"openenv_{request.param}.py"), str(port)])
     wait_until(lambda: listens(port) or server.poll() is not None, 120, "the server to start")

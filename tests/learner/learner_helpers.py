@@ -3,7 +3,6 @@ of their own."""
 
 from __future__ import annotations
 
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import forked
 import numpy as np
 import torch
-from timing import charge
+from timing import charge, free_port
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
@@ -240,9 +239,7 @@ def _rank_main(
 def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(rank, world, port, *args)` in `world` fresh processes; their results in order
     of rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     context = forked.context()
     pipes, processes = [], []
     for rank in range(world):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import tracemalloc
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from learner_helpers import ALPHABET, make_groups
 from rank_jobs import learner
+from timing import free_port
 
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -125,9 +125,7 @@ def _most_held(buckets: Callable[[], Iterable[Any]]) -> int:
 
 def _group(manifest: WeightManifest) -> tuple[Callable[[Any], Any], Callable[[Any], int]]:
     """A thread receives, whose tensors are counted apart."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def join(rank: int) -> BroadcastGroup:
         place = Rendezvous("127.0.0.1", port, rank, 2)

@@ -231,12 +231,12 @@ def test_nothing_outside_can_be_changed(sandbox, tmp_path):
 
 def test_no_network(sandbox):
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
-        unix.bind("\0rlcore-sandbox-test")
+        unix.bind(f"\0rlcore-{os.getpid()}")
         unix.listen()
         blocked(
             sandbox,
             f"socket.create_connection(('127.0.0.1', {tcp.getsockname()[1]}), 1)",
-            "socket.socket(socket.AF_UNIX).connect('\\0rlcore-sandbox-test')",
+            f"socket.socket(socket.AF_UNIX).connect('\\0rlcore-{os.getpid()}')",
             "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
             "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
             "socket.socketpair()",

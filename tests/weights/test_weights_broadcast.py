@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,6 +10,7 @@ from functools import partial
 import psutil
 import pytest
 import torch
+from timing import free_port
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.weights.arrival import Arrival
@@ -128,14 +128,12 @@ def fleet():
     fleet.close()
 
 
-def free_port() -> tuple[str, int]:
-    with socket.socket() as s:
-        s.bind((HOST, 0))
-        return HOST, int(s.getsockname()[1])
+def free_address() -> tuple[str, int]:
+    return HOST, free_port()
 
 
 def test_a_group_carries_versions_loses_a_member_and_takes_a_replacement(fleet):
-    sender = GlooSender(0, joiner(), free_port)
+    sender = GlooSender(0, joiner(), free_address)
     fleet.add("a")
     fleet.add("b")
     assert [fleet.publish(sender, v) for v in (1, 2)] == [[True, True]] * 2
@@ -149,7 +147,7 @@ def test_a_group_carries_versions_loses_a_member_and_takes_a_replacement(fleet):
 
 
 def test_a_member_lost_while_weights_are_sent_is_an_error_and_no_hang(fleet):
-    sender = GlooSender(0, joiner(20.0), free_port)
+    sender = GlooSender(0, joiner(20.0), free_address)
     fleet.add("a")
     fleet.add("b")
     fleet.publish(sender, 1)
@@ -170,11 +168,11 @@ def test_a_member_lost_while_weights_are_sent_is_an_error_and_no_hang(fleet):
 
 def test_missing_ranks_are_waited_for_no_longer_than_the_deadline():
     with pytest.raises(DeadlineExceeded, match="3 ranks to join"):
-        joiner(2.0)(Rendezvous(*free_port(), rank=0, world_size=3))
+        joiner(2.0)(Rendezvous(*free_address(), rank=0, world_size=3))
 
 
 def test_a_set_that_is_not_what_was_announced_is_not_sent(fleet):
-    sender = GlooSender(0, joiner(), free_port)
+    sender = GlooSender(0, joiner(), free_address)
     fleet.add("a")
     fleet.publish(sender, 1)
     with pytest.raises(ArrivalError, match="one is missing"):
@@ -183,6 +181,6 @@ def test_a_set_that_is_not_what_was_announced_is_not_sent(fleet):
 
 def test_other_ranks_of_the_learner_take_part_in_gathering_only():
     gathered = []
-    sender = GlooSender(1, joiner(), free_port)
+    sender = GlooSender(1, joiner(), free_address)
     sender.send(manifest(1), Fleet(), lambda: map(gathered.append, weights(1).items()))
     assert len(gathered) == 7

@@ -117,7 +117,7 @@ def test_other_tasks_are_answered_in_one_turn_beside_them(player, played, answer
 
 def test_a_dropped_episode_leaves_nothing_behind(player, played, engine):
     player.submit(ask(4, max_new_tokens=200))
-    while engine.running() < 4:
+    while player.status()["open"] < 4:
         assert not player.error
     player.abort([f"train:0:{i}" for i in range(3)])
     assert collect(played, 1)[0].score.sample_index == 3

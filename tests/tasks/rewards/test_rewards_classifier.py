@@ -17,6 +17,7 @@ from transformers import (
 
 from rlcore.errors import StageError
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.tasks.grading_process import WorkerProcess
 from rlcore.tasks.rewards.classifier import ClassifierReward
 from rlcore.tasks.rewards.protocols import RewardQuery
 from rlcore.tasks.rewards.specs import ClassifierSpec
@@ -180,11 +181,17 @@ def test_a_sample_that_processes_die_on_fails(shared, monkeypatch):
     judged = shared[0]
     monkeypatch.setattr("rlcore.tasks.rewards.classifier.MAX_DEATHS", 1)
     judged.ask(PAIRS[:1])
-    process = worker()
+    process, receive = worker(), WorkerProcess.receive
     process.suspend()
+
+    def kill_and_receive(asked, timeout_s):  # it has the sample by now
+        monkeypatch.setattr(WorkerProcess, "receive", receive)
+        process.kill()
+        return receive(asked, timeout_s)
+
+    monkeypatch.setattr(WorkerProcess, "receive", kill_and_receive)
     judged.verdicts = {}
     judged.reward.submit(RewardQuery("1=", "", "2"), lambda verdict: judged.tell(0, verdict))
-    process.kill()
     (verdict,) = judged.answers(1)
     assert verdict.status == "error" and "killed by SIGKILL" in verdict.error
     (good,) = judged.ask(PAIRS[:1])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from test_rewards_requests import QUICK, ask
-from timing import deadline, listens, wait_until
+from timing import deadline, free_port, listens, wait_until
 
 from rlcore.commands.preflight import ask_lean_servers
 from rlcore.commands.try_task import try_task
@@ -121,9 +121,7 @@ def test_a_busy_server_is_asked_again_and_one_that_is_gone_gives_no_reward():
 @pytest.fixture
 def stand_in():
     """A stand-in in a process of its own; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, "-m", "rlcore.testing.lean_server", str(port)])
     wait_until(lambda: listens(port), 60, "the stand-in to start")
     yield f"http://127.0.0.1:{port}"
