@@ -16,6 +16,7 @@ Found = Mapping[str, Any]
 Vectors = NDArray[np.float32]
 PAGE = PAGES / "real-gradients.md"
 SHOWN = ("tis C=5", "ais", "jackpot")
+LARGER = {"first": "whole", "stale": "whole stale"}  # the same actors on more prompts
 MISMATCHED = ("fp8", "int4", "floor", "stale 32")
 TITLES = {"fp8": "FP8", "int4": "INT4", "floor": "floor 1e-6", "stale 32": "32 steps stale"}
 
@@ -96,14 +97,14 @@ def write_page(lines: Sequence[Found], sizes: Mapping[str, int]) -> None:
 
 
 def block(lines: Sequence[Found], sizes: Mapping[str, int]) -> str:
-    """What was run, verdicts, and two tables a part."""
+    """What was run, verdicts, and two tables a part, unless a larger one has its actors."""
     results = {line["part"]: line["results"] for line in lines if "results" in line}
     of = {p: [line for line in lines if line["part"] == p and "block" in line] for p in sizes}
     said = ", ".join(f"`{part}` {len(of[part])} of {n}" for part, n in sizes.items())
     parts = [f"Blocks run: {said}."]
     if results:
         parts.append("![Error of the gradient over the batch, by actor](real-gradients.svg)")
-    for name in (part for part in sizes if part in results):
+    for name in (p for p in sizes if p in results and LARGER.get(p) not in results):
         found, own = results[name], of[name]
         parts.append(f"**Part `{name}`** ({_size(own, found)}):")
         parts.append("\n".join(f"- {h}: {v}" for h, v in verdicts(found, own).items()))

@@ -24,6 +24,9 @@ SUITE = {
 MARKS = "".join(f"  {mark}: ...\n" for mark in ("slow", "nightly", *tiers.TIMEOUTS_S))
 
 
+DONE = subprocess.CompletedProcess([], 1)
+
+
 @pytest.fixture
 def suite(tmp_path):
     """Runs pytest on files; returns (exit code, output)."""
@@ -203,3 +206,14 @@ def test_slow_tests_of_ci_wait_as_long_as_tests_that_run_side_by_side(monkeypatc
     monkeypatch.setattr(tiers, "_types", lambda wanted: contextlib.nullcontext())
     assert tiers.main([tier]) == 5
     assert found == [room]
+
+
+@pytest.mark.parametrize(("tier", "settled"), [("rest", True), ("test", True), ("slow", False)])
+def test_what_decides_draws_the_same_examples_each_time(monkeypatch, tier, settled):
+    found = []
+    monkeypatch.setattr(tiers.timing, "crowd", lambda programs: None)
+    monkeypatch.setattr(tiers, "_selection", lambda asked: ["--shard", "0/6"])
+    monkeypatch.setattr(tiers.subprocess, "run", lambda words, **more: found.append(words) or DONE)
+    monkeypatch.setattr(tiers, "_types", lambda wanted: contextlib.nullcontext())
+    assert tiers.main([tier]) == 1
+    assert ("--hypothesis-profile=settled" in found[0]) == settled

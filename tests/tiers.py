@@ -62,6 +62,7 @@ TIERS = {
     "rest": ("slow",),
     "nightly": ("nightly",),
 }
+DECIDING = ("test", "rest")  # what .ci/run runs
 # Seconds that one test may take on the reference machine, quiet, by what it starts. The mark
 # `timeout` gives a test another limit. Both are scaled as deadlines are (tests/timing.py).
 TIMEOUTS_S = {"slow": 300, "cluster": 300, "engine": 180, "ranks": 180, "processes": 180}
@@ -83,7 +84,9 @@ def main(words: Sequence[str] | None = None) -> int:
     timing.crowd(max(room, *(PARTS[name].workers for name in TIERS[asked.tier])))
     with _types(asked.tier == "test") as types:
         for name in TIERS[asked.tier]:
-            code = _run(name, [*only, *asked.pytest], whole=not only and not asked.pytest)
+            whole = not only and not asked.pytest
+            settled = ["--hypothesis-profile=settled"] if asked.tier in DECIDING else []
+            code = _run(name, [*settled, *only, *asked.pytest], whole)
             if code:
                 return code
         return types.finish()
