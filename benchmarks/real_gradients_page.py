@@ -141,7 +141,7 @@ def verdicts(found: Found, own: Sequence[Found]) -> dict[str, str]:
     if "int4" in actors:
         said |= _rounding(actors) | _floor(actors, own)
     if "stale 32" in actors:
-        star = _star(actors["stale 32"]["arms"], "tis C=10")[0]
+        star = star_of(actors["stale 32"]["arms"], "tis C=10")[0]
         said["32 steps stale, N\\* of TIS (C = 10) is below 64"] = _yes(star < 64)
     changed = [actors[a]["changed by k=20"]["jackpot, k=20"] for a in actors if a != "matched"]
     said["k = 20 with the residual tail changes Jackpot's bias by less than 2%"] = (
@@ -151,7 +151,7 @@ def verdicts(found: Found, own: Sequence[Found]) -> dict[str, str]:
 
 
 def _rounding(actors: Found) -> dict[str, str]:
-    stars = [_star(actors[a]["arms"], "tis C=10")[0] for a in ("fp8", "int4")]
+    stars = [star_of(actors[a]["arms"], "tis C=10")[0] for a in ("fp8", "int4")]
     ais, tis = (_error(actors["int4"]["arms"], name, 64) for name in ("ais", "tis C=5"))
     return {
         "N\\* of TIS (C = 10) is 30 to 270 under FP8 and INT4": _yes(
@@ -180,7 +180,7 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
-def _star(arms: Found, name: str) -> tuple[float, float, float]:
+def star_of(arms: Found, name: str) -> tuple[float, float, float]:
     """N* and its range over two standard errors of the bias that an estimator removes."""
     plain, own = arms["none"], arms[name]
     error = 2 * math.hypot(plain["bias2_error"], own["bias2_error"])
@@ -210,9 +210,11 @@ def _row(actor: str, found: Found, own: Sequence[Found]) -> dict[str, str]:
         f"{arms[name]['variance'] / arms['none']['variance']:.2f}"
         for name in ("tis C=10", "jackpot", "mis")
     )
-    star, least, most = _star(arms, "tis C=10")
+    star, least, most = star_of(arms, "tis C=10")
     row["N\\* of tis C=10"] = f"{_count(star)} ({_count(least)} to {_count(most)})"
-    row["N\\* of jackpot"] = _count(_star(arms, "jackpot")[0])
+    row["N\\* of tis C=2, jackpot"] = ", ".join(
+        _count(star_of(arms, name)[0]) for name in ("tis C=2", "jackpot")
+    )
     row["AIS's alpha"] = f"{mean(own, actor, 'alpha'):.2f}"
     if actor == "matched":
         row |= {key: "" for key in row if key.startswith("N\\*")}
