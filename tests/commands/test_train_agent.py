@@ -78,7 +78,8 @@ def test_requests_of_a_program_outside_train_the_model(command, model, tmp_path)
         *("schedule.groups_per_step=4", "learner.lr=1e-3", "learner.lr_warmup_steps=0"),
         *("evaluation.prompts=4", "evaluation.every=0", "evaluation.at_start=false"),
         *("correction=tis", "logging.wandb=disabled", "cluster.object_store_mib=128"),
-        f"run_dir={run_dir}",
+        # figures of environments come with heartbeats, and a step takes a second
+        *("cluster.heartbeat_s=0.2", f"run_dir={run_dir}"),
     )
     assert run.wait() == 0, run.text[-3000:]
     found = rows(run_dir)
