@@ -158,7 +158,9 @@ def test_a_compiled_kernel_that_skips_blocks_gives_the_same(monkeypatch):
     """The plain implementation looks at every block; inductor's CPU kernel, forward only, at those
     that are listed."""
     monkeypatch.setattr(
-        implementation, "flex_kernel", lambda device: torch.compile(torch_flex.flex_attention)
+        implementation,
+        "flex_kernel",
+        lambda device: torch.compile(torch_flex.flex_attention, dynamic=False),
     )
     rule = SparseSpec(block_size=16, blocks=2)
     (q, k, v), rows = tensors((1, 4, 2, 900, rule, {"cu_seqlens": [0, 211, 900]}))
