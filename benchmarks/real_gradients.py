@@ -105,9 +105,9 @@ class Part:
 PARTS = {
     "first": Part(32, 8),
     "stale": Part(32, 8, actors=STALE, learner=AFTER),
-    "long": Part(16, 8, digits=8, tokens=12),
     "whole": Part(128, 16),
     "whole stale": Part(128, 16, actors=STALE, learner=AFTER),
+    "long": Part(16, 8, digits=8, tokens=12),
 }
 
 

@@ -97,17 +97,22 @@ def write_page(lines: Sequence[Found], sizes: Mapping[str, int]) -> None:
 
 
 def block(lines: Sequence[Found], sizes: Mapping[str, int]) -> str:
-    """What was run, verdicts, and two tables a part, unless a larger one has its actors."""
+    """The blocks that were run, and of each part, unless a larger one has its actors, its verdicts
+    and two tables; of one whose gates are not met the gates alone."""
     results = {line["part"]: line["results"] for line in lines if "results" in line}
     of = {p: [line for line in lines if line["part"] == p and "block" in line] for p in sizes}
-    said = ", ".join(f"`{part}` {len(of[part])} of {n}" for part, n in sizes.items())
-    parts = [f"Blocks run: {said}."]
+    counts = ", ".join(f"`{part}` {len(of[part])} of {n}" for part, n in sizes.items())
+    parts = [f"Blocks run: {counts}."]
     if results:
         parts.append("![Error of the gradient over the batch, by actor](real-gradients.svg)")
     for name in (p for p in sizes if p in results and LARGER.get(p) not in results):
         found, own = results[name], of[name]
         parts.append(f"**Part `{name}`** ({_size(own, found)}):")
-        parts.append("\n".join(f"- {h}: {v}" for h, v in verdicts(found, own).items()))
+        said = verdicts(found, own)
+        if any(v == "no" for h, v in said.items() if h.startswith("gate")):
+            parts.append("\n".join(f"- {h}: {v}" for h, v in said.items() if h.startswith("gate")))
+            continue  # it says nothing of its hypotheses
+        parts.append("\n".join(f"- {h}: {v}" for h, v in said.items()))
         parts.append(table([_row(a, found["actors"][a], own) for a in found["actors"]]))
         parts.append(table([_kept(a, own) for a in found["actors"]]))
     return "\n\n".join(parts)
