@@ -38,6 +38,26 @@ def spread(parts: Vectors, answers: int) -> float:
     return float(answers * parts.astype(float).var(0, ddof=1).sum())
 
 
+def spread_ratio(parts: Vectors, others: Vectors) -> tuple[float, float]:
+    """The variance of vectors [P, D] over that of others, and its standard error over the prompts
+    (delete-one jackknife)."""
+    ones, theirs = _variances(parts), _variances(others)
+    without = ones[1:] / theirs[1:]
+    count = len(parts)
+    error = math.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
+    return float(ones[0] / theirs[0]), error
+
+
+def _variances(parts: Vectors) -> NDArray[np.float64]:
+    """[1 + P]: the variance of vectors [P, D], of all and then without each."""
+    x, n = parts.astype(float), len(parts)
+    total, squares = x.sum(0), (x**2).sum(1)
+    all_of = (squares.sum() - total @ total / n) / (n - 1)
+    rest = total - x
+    without = (squares.sum() - squares - (rest**2).sum(1) / (n - 1)) / (n - 2)
+    return np.concatenate([[all_of], without])
+
+
 def summed_up(vectors: Mapping[str, Vectors], answers: int) -> dict[str, Any]:
     """Squared biases and variances of each actor's estimators, relative to |gradient|^2.
 
@@ -56,6 +76,7 @@ def summed_up(vectors: Mapping[str, Vectors], answers: int) -> dict[str, Any]:
                 "bias2": bias2 / gradient,
                 "bias2_error": bias2_error / gradient,
                 "variance": spread(parts, answers) / gradient,
+                "variance / none's": spread_ratio(parts, own["none"]),
                 "cosine": _cosine(parts, vectors["matched/none"]),
             }
         check, check_error = squared(unbiased - vectors["matched/none"])
@@ -146,7 +167,7 @@ def verdicts(found: Found, own: Sequence[Found]) -> dict[str, str]:
     if "int4" in actors:
         said |= _rounding(actors) | _floor(actors, own)
     if "stale 32" in actors:
-        star = star_of(actors["stale 32"]["arms"], "tis C=10")[0]
+        star = _star(actors["stale 32"]["arms"], "tis C=10")[0]
         said["32 steps stale, N\\* of TIS (C = 10) is below 64"] = _yes(star < 64)
     changed = [actors[a]["changed by k=20"]["jackpot, k=20"] for a in actors if a != "matched"]
     said["k = 20 with the residual tail changes Jackpot's bias by less than 2%"] = (
@@ -156,7 +177,7 @@ def verdicts(found: Found, own: Sequence[Found]) -> dict[str, str]:
 
 
 def _rounding(actors: Found) -> dict[str, str]:
-    stars = [star_of(actors[a]["arms"], "tis C=10")[0] for a in ("fp8", "int4")]
+    stars = [_star(actors[a]["arms"], "tis C=10")[0] for a in ("fp8", "int4")]
     ais, tis = (_error(actors["int4"]["arms"], name, 64) for name in ("ais", "tis C=5"))
     return {
         "N\\* of TIS (C = 10) is 30 to 270 under FP8 and INT4": _yes(
@@ -185,7 +206,7 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
-def star_of(arms: Found, name: str) -> tuple[float, float, float]:
+def _star(arms: Found, name: str) -> tuple[float, float, float]:
     """N* and its range over two standard errors of the bias that an estimator removes."""
     plain, own = arms["none"], arms[name]
     error = 2 * math.hypot(plain["bias2_error"], own["bias2_error"])
@@ -211,15 +232,13 @@ def _row(actor: str, found: Found, own: Sequence[Found]) -> dict[str, str]:
         "of mis": _bias(arms["mis"]),
         "of dvp": _bias(arms["dvp"]),
     }
-    row["variance of tis C=10, jackpot, mis / none's"] = ", ".join(
-        f"{arms[name]['variance'] / arms['none']['variance']:.2f}"
-        for name in ("tis C=10", "jackpot", "mis")
+    row["variance of tis C=2, C=10, jackpot / none's"] = ", ".join(
+        "{:.2f} ± {:.2f}".format(*arms[name]["variance / none's"])
+        for name in ("tis C=2", "tis C=10", "jackpot")
     )
-    star, least, most = star_of(arms, "tis C=10")
+    star, least, most = _star(arms, "tis C=10")
     row["N\\* of tis C=10"] = f"{_count(star)} ({_count(least)} to {_count(most)})"
-    row["N\\* of tis C=2, jackpot"] = ", ".join(
-        _count(star_of(arms, name)[0]) for name in ("tis C=2", "jackpot")
-    )
+    row["N\\* of jackpot"] = _count(_star(arms, "jackpot")[0])
     row["AIS's alpha"] = f"{mean(own, actor, 'alpha'):.2f}"
     if actor == "matched":
         row |= {key: "" for key in row if key.startswith("N\\*")}

@@ -65,8 +65,8 @@ def wait_until(
 
 
 def free_port() -> int:
-    """A port of loopback that is free now, below those that outgoing connections and ports of
-    number 0 are drawn from: nothing else takes it before its user does."""
+    """A port of loopback that is free now, below those that outgoing connections and binds to port
+    0 draw from: none of them takes it before its user does."""
     for port in random.SystemRandom().sample(range(20000, 32768), 64):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import evidence
 import pytest
-import real_gradients
 from evidence_studies import UNCORRECTED
 from evidence_tables import final, interval, on_actors, paired
-from real_gradients_page import star_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
@@ -57,19 +55,3 @@ def test_a_figure_of_the_advice_is_that_of_its_study(said, study, arm, other, si
     shown = {"mean": f"{mean:.2f}", "low": f"{low:+.2f}", "high": f"{high:+.2f}"}
     text = said.format(**shown, **{"-mean": f"{-mean:.2f}"})
     assert any(text in " ".join((ROOT / file).read_text().split()) for file in TEXTS), text
-
-
-def test_the_n_star_of_a_real_model_is_that_of_its_gradients():
-    (found,) = [
-        line["results"]
-        for line in real_gradients.lines()
-        if line["part"] == "whole" and "results" in line
-    ]
-    arms = found["actors"]["fp8"]["arms"]
-    wide, least, _ = star_of(arms, "tis C=10")
-    texts = [" ".join((ROOT / file).read_text().split()) for file in TEXTS]
-    for said in (f"it is {wide:.0f}, {least:.0f} at least", f"from {wide:.0f} answers a batch on"):
-        assert any(said in text for text in texts), said
-    assert (
-        star_of(arms, "tis C=2")[0] == 0 and arms["tis C=2"]["variance"] < arms["none"]["variance"]
-    )

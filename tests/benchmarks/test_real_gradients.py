@@ -138,6 +138,19 @@ def test_biases_are_seen_and_what_has_none_is_not():
     assert abs(check) < 3 * error
 
 
+def test_a_ratio_of_variances_has_the_error_of_leaving_each_prompt_out():
+    rng = np.random.default_rng(0)
+    ones, others = rng.standard_normal((12, 5)) * 2 + 3, rng.standard_normal((12, 5))
+    ratio, error = real_gradients_page.spread_ratio(ones, others)
+
+    def plain(x, y):
+        return x.var(0, ddof=1).sum() / y.var(0, ddof=1).sum()
+
+    left = [plain(np.delete(ones, i, 0), np.delete(others, i, 0)) for i in range(12)]
+    assert ratio == pytest.approx(plain(ones, others))
+    assert error == pytest.approx(np.sqrt(11) * np.std(left))
+
+
 def test_the_page_is_written_from_the_lines():
     page = real_gradients_page.PAGE.read_text()
     sizes = {n: part.prompts // real_gradients.BLOCK for n, part in real_gradients.PARTS.items()}
