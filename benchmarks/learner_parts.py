@@ -98,7 +98,7 @@ def corrections(policy: Policy, mb: MicroBatch, batch: StepBatch) -> dict[str, P
     spec = HeadSpec(1.0, CHUNK, topk=ids.shape[1], safe_set_rho=DvpSpec().rho)
     fields = policy(mb, ids, spec)[1:]
     scores = PolicyScores.of(mb, TokenScores(*fields), batch.sent.mask.shape[1])
-    step = observed(batch.sent, 0, batch.sent.advantages, scores, scores)
+    step = observed(batch.sent, (0, 0), batch.sent.advantages, scores, scores)
 
     def part(chosen: str, measure: bool) -> Part:
         pipeline = build(CORRECTIONS[chosen], 0, ObjectiveSpec())

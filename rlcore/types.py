@@ -383,6 +383,7 @@ class StepTensors:
     # [B] int64, unique and stable per sequence: seeds draws that must not depend on layout
     sample_ids: torch.Tensor
     step: int  # optimizer step, turning version `step` into `step + 1`
+    ref_version: int | None = None  # of p_ref, that of the phase's first step; None: `step`
     topk_ids_inf: torch.Tensor | None = None  # [B, T, k] int64, -1 padded
     topk_logp_inf: torch.Tensor | None = None  # [B, T, k] float32, -inf padded
     ref_topk_ids: torch.Tensor | None = None  # [B, T, k] int64: the learner's own top k

@@ -240,9 +240,9 @@ def share_by_size(
 
         alpha = N/(N + N*),   N* = typical_n_star(tokens of an answer)/fixed_share
 
-    and 1 for tokens of an older policy than the step's, whose correction pays in a batch of any
-    size. Without `step.repeats` the error counts as fixed. Also {"alpha", "n_star"}: of the tokens
-    of this policy. Waits for the device.
+    and 1 for tokens of an older policy than p_ref, whose correction pays in a batch of any size.
+    Without `step.repeats` the error counts as fixed. Also {"alpha", "n_star"}: the mean share of
+    the tokens, and N* of those of p_ref. Waits for the device.
     """
     answers, tokens = total([on.any(-1), on], reduce)
     found = {}
@@ -250,8 +250,10 @@ def share_by_size(
         found = fixed_share(step.logp_ref, step.logp_inf, on, step.repeats, reduce)
     star = typical_n_star(tokens / max(answers, 1.0), settled_share(found | {"tokens": tokens}))
     alpha = answers / (answers + star)
-    share = torch.where(step.token_version < step.step, 1.0, alpha).to(step.logp_ref)
-    return share, {"alpha": alpha, "n_star": star}
+    version = step.step if step.ref_version is None else step.ref_version
+    share = torch.where(step.token_version < version, 1.0, alpha).to(step.logp_ref)
+    (applied,) = total([share.where(on, 0.0)], reduce)
+    return share, {"alpha": applied / max(tokens, 1.0), "n_star": star}
 
 
 class Ais(Correction):

@@ -232,6 +232,7 @@ def _towards_new(step: StepTensors) -> StepTensors:
     """The step with p_new as the policy that weights lead to."""
     return replace(
         step,
+        ref_version=step.step,
         logp_ref=step.logp_new,
         ref_topk_ids=step.new_topk_ids,
         ref_topk_logp=step.new_topk_logp,

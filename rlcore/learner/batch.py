@@ -186,13 +186,19 @@ class TokenTrace:
 
 
 def observed(
-    sent: StepTensors, step: int, advantages: Tensor, ref: PolicyScores, new: PolicyScores
+    sent: StepTensors,
+    at: tuple[int, int],
+    advantages: Tensor,
+    ref: PolicyScores,
+    new: PolicyScores,
 ) -> StepTensors:
-    """Return the tensors that corrections see at optimizer step `step`: `sent` with the learner's
-    scores under p_ref and p_new."""
+    """Return the tensors that corrections see: `sent` with the learner's scores under p_ref and
+    p_new. `at`: the optimizer step, and the version of p_ref."""
+    step, ref_version = at
     return replace(
         sent,
         step=step,
+        ref_version=ref_version,
         advantages=advantages,
         logp_ref=ref.logp,
         logp_new=new.logp,

@@ -48,6 +48,7 @@ from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Group
 
 KL_FILE = "kl.json"  # of a saved state: the coefficient of the KL in the reward
+UPDATE_FILE = "update.json"  # of a saved state: what the update of later steps depends on
 
 
 # Plain cross-entropy is the log-likelihood of the untempered model.
@@ -328,13 +329,17 @@ class LearnerRank(RankState):
         return found | ({"cosine": dot / (squares * others) ** 0.5} if squares * others else {})
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
-        """Also the coefficient of a KL in the reward, and a teacher that was the policy."""
+        """Also the coefficient of a KL in the reward, a teacher that was the policy, and p_ref's
+        version."""
         schedule = run or (lambda write: write())
+        if self.rank == 0:
+            schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
+            state = json.dumps({"ref_version": self._update.ref_version})
+            schedule(partial(replace_file, Path(folder) / UPDATE_FILE, state))
         if self.rank == 0 and self._update.teacher is not None:
             self._update.teacher.save(Path(folder), schedule)
         if self.rank == 0 and self.job.objective.kl_in_reward:
             given = json.dumps({"kl_coef": self._update.kl.value})
-            schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
             schedule(partial(replace_file, Path(folder) / KL_FILE, given))
         super().save(folder, run)
 
@@ -347,6 +352,8 @@ class LearnerRank(RankState):
         super().load(folder)
         if self._update.teacher is not None:
             self._update.teacher.load(Path(folder))
+        if (update := Path(folder) / UPDATE_FILE).is_file():  # older checkpoints have none
+            self._update.ref_version = int(json.loads(update.read_text())["ref_version"])
         adapted = Path(folder) / KL_FILE
         if adapted.is_file() and self.job.objective.kl_target is not None:
             self._update.kl.value = float(json.loads(adapted.read_text())["kl_coef"])

@@ -129,6 +129,8 @@ class Update:
         self._shadows = shadows or {}
         self._shadow_every, self._kinds = job.shadow.every, job.kinds
         self._kept = KeptPasses(job.learner, reduce)
+        #: version of p_ref, that of the first step of the phase
+        self.ref_version = 0
         #: filled by each step where it is not None
         self.trace: list[TokenTrace] | None = None
 
@@ -178,11 +180,13 @@ class Update:
         """All backward passes of a step, `first` of its phase or not."""
         if self._to_inf and not first:
             batch.ref, first = None, True
+        if first:
+            self.ref_version = step
         if batch.ref is None and self._apart and not _one_forward(batch):
             return self._correct_each(batch, step, self.group_advantages(batch))
         ref, new, ready = self._observe(batch, first=first)
         advantages = self.group_advantages(batch)
-        tensors = observed(batch.sent, step, advantages, ref, new)
+        tensors = observed(batch.sent, (step, self.ref_version), advantages, ref, new)
         tensors.advantages = self.pipeline.advantages(tensors, self.reduce)
         corrected = self.pipeline.correct(tensors, self.reduce)
         shadowed = self._shadowed(tensors, corrected)
@@ -247,13 +251,13 @@ class Update:
             scores, kl = self._forward(batch, mb, self.topk)
             alone = PolicyScores.of(mb, scores, usable.shape[1])
             mine = batch.sent.rows(mb.episodes)
-            part = observed(mine, step, advantages[mb.episodes], alone, alone)
+            part = observed(mine, (step, step), advantages[mb.episodes], alone, alone)
             corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
             self._backward(shared, i, (scores, kl), corrected)
             parts.append((mb, _detached(scores)))
         # once more over the whole batch, for metrics and step scale: the gradient is there already
         batch.ref = whole = PolicyScores.collect(usable.shape, parts, usable.device)
-        tensors = observed(batch.sent, step, advantages, whole, whole)
+        tensors = observed(batch.sent, (step, step), advantages, whole, whole)
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction declared as sequence_wise rejected tokens")

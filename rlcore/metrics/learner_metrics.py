@@ -199,7 +199,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
         "correction/<name>/alpha",
         "1",
-        "ais: weight of the correction, 0 off to 1 full",
+        "ais: share of the correction, mean over the tokens; 0 off, 1 full",
         healthy=BY_CORRECTION,
         otherwise=CORRECTION,
     ),

@@ -152,7 +152,7 @@ def test_alpha_is_one_number_however_the_batch_is_split_over_ranks() -> None:
     )
 
 
-def step_of(ref, inf, mask, repeats=None, age=0):
+def step_of(ref, inf, mask, repeats=None, age=0, ref_version=None):
     """Tensors of a step of version 7, whose tokens are `age` versions older."""
     rows = torch.arange(len(ref))
     return StepTensors(
@@ -166,6 +166,7 @@ def step_of(ref, inf, mask, repeats=None, age=0):
         token_version=(torch.full(ref.shape, 7) - age).int(),
         sample_ids=rows,
         step=7,
+        ref_version=ref_version,
         repeats=repeats,
     )
 
@@ -209,8 +210,19 @@ def test_older_tokens_are_corrected_whole_and_masked_ones_not_at_all():
     on = torch.ones_like(ref) > 0
     on[2, 2] = False
     found = of_size(step_of(ref, inf, on, age=age), cap=2.0)
-    assert found.metrics["alpha"] == pytest.approx(0.5, abs=0.01)
     assert found.weight[0, 0] == 0.0 and found.weight[2, 2] == 1.0
     assert found.weight[1, 1] == 2.0
-    assert found.weight[3, 0] == pytest.approx(1 + found.metrics["alpha"])
+    assert found.weight[3, 0] == pytest.approx(1.5, abs=0.01)
+    kept = on & ~torch.isnan(inf)
+    assert found.metrics["alpha"] == pytest.approx(float((found.weight - 1)[kept].mean()))
     assert torch.equal(found.mask, on)
+
+
+def test_later_steps_of_a_phase_correct_its_own_tokens_by_the_same_share():
+    ref, inf = torch.full((90, 8), -1.0), torch.full((90, 8), -1.3)
+    on = torch.ones_like(ref) > 0
+    first = of_size(step_of(ref, inf, on, age=0))
+    later = of_size(step_of(ref, inf, on, age=3, ref_version=4))  # the fourth step of the phase
+    assert torch.equal(first.weight, later.weight) and first.metrics == later.metrics
+    stale = of_size(step_of(ref, inf, on, age=3))
+    assert stale.metrics["alpha"] == 1.0

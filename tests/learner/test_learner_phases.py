@@ -19,6 +19,7 @@ VARIANTS = {
     | {"kl_coef": 0.1, "kl_in": "reward", "kl_target": 1e-3, "kl_horizon": 40},
     "gspo": FAR | {"loss": "gspo", "eps_low": 3e-4, "eps_high": 4e-4},
     "cispo": FAR | {"loss": "cispo", "eps_low": 0.02, "eps_high": 0.02, "corrections": {"ais": {}}},
+    "by_size": FAR | {"corrections": {"ais": {"alpha": "n_star"}}},
     "reinforce": FAR | {"loss": "reinforce", "corrections": {"tis": {}}},
     "rapid": FAR
     | {"loss": "reinforce", "advantage": "group_mean", "corrections": {"rapid": {}}}
@@ -49,6 +50,9 @@ def test_a_phase_of_several_epochs(model, tmp_path, world, shape, names):
             assert found["resumed_rows"] == rows[1:], name
             assert jobs.same(found["weights"], found["resumed_weights"]), name
             assert [row["staleness/max"] for row in rows] == list(range(len(rows)))
+            if name == "by_size":  # the policy that sampled is p_ref in all steps of the phase
+                shares = [row["correction/ais/alpha"] for row in rows]
+                assert 0.0 < shares[0] < 0.9 and shares[2:] == shares[:2]
             if VARIANTS[name].get("loss") != "reinforce":
                 assert rows[0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
                 assert all(abs(row["policy/ratio"] - 1.0) > 1e-4 for row in rows[1:]), name

@@ -138,7 +138,7 @@ def test_every_accepted_cell_has_the_gradient_by_hand(model, name, credit):
         width = max(map(len, values))
         hand = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in values])
         ref = update.score_ref(batch)
-        weighed = update.pipeline.correct(observed(batch.sent, 0, hand, ref, ref), ONE_RANK)
+        weighed = update.pipeline.correct(observed(batch.sent, (0, 0), hand, ref, ref), ONE_RANK)
         lm, objective = sharp_policy(model).lm, torch.zeros(())
         for row, e in enumerate(group.episodes):
             ids = torch.tensor(e.parts[0].sampled_ids).long()
