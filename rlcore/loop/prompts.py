@@ -16,20 +16,15 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
 from rlcore.loop.specs import DifficultySpec, OverlongRows
 from rlcore.models.text import fitting_prompt
-from rlcore.seeding import derive_seed
+from rlcore.seeding import CIRCLE, derive_seed, golden_point
 from rlcore.types import Item, Message, Request, SamplingSpec
-
-CIRCLE = 1 << 64
-GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / phi, odd: n * GOLDEN has no short period
-
 
 # Training prompts of several tasks: which task comes next, and which of its problems.
 #
 # The task of draw n is a function of (run seed, n, weights): the point `frac(u + n * phi)`, phi the
-# golden ratio, falls into one of intervals whose lengths are the tasks' shares. Points of that
-# sequence are spread so evenly (Kronecker; discrepancy O(log n / n)) that every stretch of draws,
-# the batches of single steps among them, has nearly the shares of the whole. The point is kept in
-# integers modulo 2^64, so that it is exact for every n.
+# golden ratio, falls into one of intervals whose lengths are the tasks' shares. These points are
+# spread so evenly (`seeding.golden_point`, exact for every n) that every stretch of draws, the
+# batches of single steps among them, has nearly the shares of the whole.
 
 
 class TaskOrder:
@@ -49,7 +44,7 @@ class TaskOrder:
 
     def label(self, number: int) -> str:
         """The task of draw `number`, from 0."""
-        point = (self._start + number * GOLDEN) % CIRCLE
+        point = golden_point(self._start, number)
         return next(label for label, end in zip(self._labels, self._ends) if point < end)
 
 

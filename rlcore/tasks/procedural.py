@@ -7,9 +7,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
+from functools import lru_cache
 
 from rlcore.interfaces import Split, Task
-from rlcore.seeding import derive_seed
+from rlcore.seeding import derive_seed, golden_point
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import integer
 from rlcore.types import Grade, Item
@@ -25,6 +26,9 @@ ROUNDS = 4  # of the Feistel network: enough for an order without visible struct
 # order is heldout. So a problem is on the same side for every seed and for every range of
 # difficulty, no problem is on both, and distinct indices give distinct problems until a side is
 # used up. The task's seed permutes within a side.
+#
+# Indices go over the strata in rounds, each stratum once. The order of a round spreads every
+# stretch of it over all strata: a batch is a mixture of what the task asks, and not a slice.
 
 
 class Permutation:
@@ -65,7 +69,10 @@ class ProblemSpace:
             size // HELDOUT_ONE_IN if size >= HELDOUT_ONE_IN else int(size > 1) for size in sizes
         ]
         self._train = [size - h for size, h in zip(sizes, held, strict=True)]
-        self._sides: dict[Split, _Side] = {"train": _Side(self._train), "heldout": _Side(held)}
+        self._sides: dict[Split, _Side] = {
+            "train": _Side(self._train, derive_seed(seed, "strata", task, "train")),
+            "heldout": _Side(held, derive_seed(seed, "strata", task, "heldout")),
+        }
         self._order = [
             Permutation(size, "split", task, name) for name, size in zip(names, sizes, strict=True)
         ]
@@ -92,10 +99,11 @@ class ProblemSpace:
 
 
 class _Side:
-    """Assigns indices to strata in turn; a stratum that is used up is skipped."""
+    """Assigns indices to strata, each once a round; a stratum that is used up is skipped."""
 
-    def __init__(self, counts: list[int]) -> None:
+    def __init__(self, counts: list[int], seed: int) -> None:
         self.counts = counts
+        self._seed = seed
         self.total = sum(counts)
         self._starts: list[int] = []
         self._rounds: list[tuple[int, list[int]]] = []
@@ -112,7 +120,17 @@ class _Side:
         segment = bisect_right(self._starts, index) - 1
         done, active = self._rounds[segment]
         turn, which = divmod(index - self._starts[segment], len(active))
-        return active[which], done + turn
+        return active[mixed(len(active), self._seed, done + turn)[which]], done + turn
+
+
+@lru_cache(maxsize=64)
+def mixed(count: int, seed: int, number: int) -> tuple[int, ...]:
+    """The order of `count` strata in round `number`: ranks of golden points, so that every stretch
+    of it has low, middle and high strata alike."""
+    start = derive_seed(seed, "round", number)
+    points = [golden_point(start, i) for i in range(count)]
+    ranks = {point: rank for rank, point in enumerate(sorted(points))}
+    return tuple(ranks[point] for point in points)
 
 
 class ProceduralTask(Task, ABC):

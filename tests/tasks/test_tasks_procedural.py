@@ -4,14 +4,17 @@ import subprocess
 import sys
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing import deadline
 
-from rlcore.tasks import make_task, parse_prompt_id
+from rlcore.extras.metamath_checker import SET_MM
+from rlcore.registry import resolve
+from rlcore.tasks import TASKS, make_task, parse_prompt_id
 from rlcore.tasks.countdown import evaluate
-from rlcore.tasks.procedural import Permutation, ProblemSpace
+from rlcore.tasks.procedural import Permutation, ProblemSpace, ProceduralTask
 from rlcore.tasks.sudoku4x4 import reduced_grids, unique_puzzles
 from rlcore.types import Item
 
@@ -28,10 +31,10 @@ CASES = [
     ("progression", {}),
 ]
 FIRST_HELDOUT = [
-    ("5418=", "1458"),
-    ("9+6=", "15"),
+    ("75025=", "02557"),
+    ("339+89=", "428"),
     ("1,9,1=10:", "1*(1+9)"),
-    ("1342/2413/31.4/4231=", "1342/2413/3124/4231"),
+    ("2.43/4321/1234/341.=", "2143/4321/1234/3412"),
 ]
 few = settings(max_examples=30, deadline=None)
 
@@ -103,6 +106,55 @@ def test_a_progression_rewards_each_token_by_the_digit_before_it():
     assert whole.reward == 0.5 and not whole.token_rewards
 
 
+# Settings with many difficulties, and the difficulty of an item: batches are compared by it.
+DIFFICULTIES = {
+    "digits": ({"min_digits": 64, "max_digits": 127}, lambda item: len(item.answer)),
+    "arithmetic": (
+        {"ops": "+-*", "min_digits": 1, "max_digits": 6},
+        lambda item: len(item.question),
+    ),
+    "countdown": ({"min_numbers": 2, "max_numbers": 8}, lambda item: len(item.meta["numbers"])),
+    "sudoku4x4": ({"min_empty": 1, "max_empty": 9}, lambda item: item.question.count(".")),
+    "metamath": ({"min_steps": 1, "max_steps": 3}, lambda item: len(item.answer)),
+    "alphabet_sort": ({}, lambda item: len(item.question)),
+    "progression": ({}, lambda item: len(item.question)),
+}
+
+
+def test_every_procedural_task_has_its_batches_compared():
+    classes = {name: resolve(TASKS, name, key="task.name") for name in TASKS}
+    procedural = {name for name, cls in classes.items() if issubclass(cls, ProceduralTask)}
+    assert procedural == set(DIFFICULTIES)
+
+
+@pytest.mark.parametrize("name", DIFFICULTIES)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize("batch", [8, 32])
+def test_every_batch_is_a_mixture_of_all_difficulties(name, split, batch):
+    # Not worse than independent draws; slices of 64 lengths are 5 standard deviations off.
+    args, difficulty = DIFFICULTIES[name]
+    if name == "metamath" and not SET_MM.is_file():
+        pytest.skip(f"{SET_MM} is not installed")
+    task = make_task(name, args)
+    measured = np.array([difficulty(task.item(split, i)) for i in range(40 * 8)], float)
+    means = measured.reshape(-1, batch).mean(axis=1)
+    drawn = measured.std() / batch**0.5  # the standard deviation of independent draws' means
+    assert means.std() <= 1.5 * drawn + 1e-9
+    assert np.abs(means - measured.mean()).max() <= 3.5 * drawn + 1e-9
+
+
+def test_the_mixture_follows_the_seed_and_goes_on_after_a_round():
+    args = {"min_digits": 64, "max_digits": 127}
+    lengths = {}
+    for seed in (0, 1):
+        task = make_task("digits", {**args, "seed": seed})
+        lengths[seed] = [len(task.item("train", i).answer) for i in range(256)]
+        for start in range(0, 256, 64):  # a round has every length once
+            assert sorted(lengths[seed][start : start + 64]) == list(range(64, 128))
+        assert lengths[seed][:64] != lengths[seed][64:128]
+    assert lengths[0] != lengths[1]
+
+
 @pytest.mark.parametrize(("name", "args"), CASES)
 def test_the_seed_changes_the_order(name, args):
     first, second = make_task(name, args), make_task(name, {**args, "seed": 1})
@@ -130,7 +182,7 @@ def test_items_are_the_same_in_another_process():
     ]
 
 
-def test_problems_of_the_first_version_have_not_moved():
+def test_problems_have_not_moved():
     # Runs are compared over months: a change of the order of problems must be deliberate.
     items = [
         make_task(name, {**args}).item("heldout", 0)
