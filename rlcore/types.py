@@ -376,7 +376,7 @@ class StepTensors:
     logp_inf: torch.Tensor  # [B, T] float32
     logp_ref: torch.Tensor  # [B, T] float32
     logp_new: torch.Tensor  # [B, T] float32, equals logp_ref at the first step of an update phase
-    rewards: torch.Tensor  # [B] float32
+    rewards: torch.Tensor  # [B] float64
     group_ids: torch.Tensor  # [B] int64
     advantages: torch.Tensor  # [B, T] float32
     token_version: torch.Tensor  # [B, T] int32

@@ -49,9 +49,21 @@ def check_critic(c: RunConfig) -> None:
             "(advantage=gae), or critic=none.",
         )
     if c.critic.trained:
+        _bootstrap(c)
         _traces(c, kind)
         for other, used in _beside_critic(c):
             refuse(used, f"{kind} is not proven with {other}: leave that out, or use critic=none.")
+
+
+def _bootstrap(c: RunConfig) -> None:
+    """Refuse answers whose only state would have no target."""
+    single = [n for n in c.tasks if n not in c.played or c.played[n].max_turns == 1]
+    refuse(
+        c.critic.bootstrap and c.algorithm.credit == "turn" and bool(single),
+        "critic.bootstrap=true leaves the last state of an answer that was cut off without a "
+        "target, which with algorithm.credit=turn is the whole answer of a single turn (task "
+        f"{', '.join(single)}): use algorithm.credit=token, or critic.bootstrap=false.",
+    )
 
 
 def _traces(c: RunConfig, kind: str) -> None:

@@ -281,7 +281,7 @@ def build_batch(
         logp_inf=logp_inf,
         logp_ref=torch.zeros_like(logp_inf),
         logp_new=torch.zeros_like(logp_inf),
-        rewards=rows.column(rewards, torch.float32),
+        rewards=rows.column(rewards, torch.float64),
         group_ids=rows.column([e.score.group_id for e in episodes], torch.int64),
         advantages=torch.zeros_like(logp_inf),
         token_version=rows.tokens("token_version", 0, np.int32),

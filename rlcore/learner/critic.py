@@ -130,7 +130,7 @@ class Critic(Companion):
             spec,
         )
         advantages = states.spread(found.advantages, sent.mask)
-        return self._whitened(advantages, sent.mask) if spec.whiten else advantages
+        return self._whitened(advantages, _known(batch)) if spec.whiten else advantages
 
     def _held(self, batch: StepBatch) -> Tensor:
         if batch.values is None:
@@ -152,8 +152,8 @@ class Critic(Companion):
         return torch.where(sent.mask, torch.where(usable, ratio, -torch.inf), 0.0)
 
     def _whitened(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Advantages less their mean over all tokens of the global batch, divided by their
-        deviation; 0 if the batch's advantages are all equal."""
+        """Advantages less their mean over the mask's tokens of the global batch, divided by their
+        deviation; 0 outside the mask, and if the batch's advantages are all equal."""
         summed, tokens = total([advantages.double(), mask], self._reduce)
         centred = torch.where(mask, advantages.double() - summed / max(tokens, 1.0), 0.0)
         (squares,) = total([centred.square()], self._reduce)
@@ -169,7 +169,7 @@ class Critic(Companion):
         if states is None or found is None:
             raise RuntimeError("a critic's step before its targets are known")
         mask = batch.sent.mask
-        on = states.first & states.spread(found.known, mask).bool()
+        on = states.first & _known(batch)
         targets = states.spread(found.targets, mask)
         (count,) = total([on], self._reduce)
         sums = Sums.of_step(_SUMS, batch.episodes, self.engine.device)
@@ -189,7 +189,8 @@ class Critic(Companion):
         metrics = take_step(self.engine, sums, self._reduce, what=what)
         return (
             {name: metrics[name] for name in _SUMS}
-            | self._explained(found, states.firsts(self._held(batch)), advantages, mask)
+            | self._explained(found, states.firsts(self._held(batch)))
+            | self._of_advantages(advantages, _known(batch), mask)
             | {
                 "critic/grad_norm": metrics["grad_norm"],
                 "critic/lr": metrics["lr"],
@@ -197,14 +198,20 @@ class Critic(Companion):
             }
         )
 
-    def _explained(
-        self, found: Estimates, values: Tensor, advantages: Tensor, mask: Tensor
-    ) -> dict[str, float]:
+    def _of_advantages(self, advantages: Tensor, known: Tensor, mask: Tensor) -> dict[str, float]:
+        """Metrics of the tokens' advantages over the global batch. Collective."""
+        squares = advantages.double().square().where(known, 0.0)
+        summed, having, tokens = total([squares, known, mask], self._reduce)
+        return {
+            "critic/advantage_rms": (summed / max(having, 1.0)) ** 0.5,
+            "critic/untargeted_share": 1.0 - having / tokens if tokens else 0.0,
+        }
+
+    def _explained(self, found: Estimates, values: Tensor) -> dict[str, float]:
         """Metrics of how well the phase's values predicted their targets, over the global batch.
         Collective."""
         on = found.known
         targets, errors = found.targets.where(on, 0.0), (found.targets - values).where(on, 0.0)
-        scale, tokens = total([advantages.double().square(), mask], self._reduce)
         parts = [on, targets, targets.square(), errors, errors.square(), values.where(on, 0.0)]
         n, t, tt, e, ee, v = total(parts, self._reduce)
         n = max(n, 1.0)
@@ -214,8 +221,15 @@ class Critic(Companion):
             "critic/explained_variance": 1.0 - left / spread if spread > 1e-12 else 0.0,
             "critic/value_mean": v / n,
             "critic/target_mean": t / n,
-            "critic/advantage_rms": (scale / max(tokens, 1.0)) ** 0.5,
         }
 
     def export(self, folder: Path, *, policy_folder: Path) -> None:
         """Write nothing: a critic is a part of training, and checkpoints hold it."""
+
+
+def _known(batch: StepBatch) -> Tensor:
+    """[B, T] bool: tokens whose state has a target, once `Critic.advantages` has found it."""
+    states, found = batch.states, batch.estimates
+    if states is None or found is None:
+        raise RuntimeError("a critic's step before its targets are known")
+    return states.spread(found.known, batch.sent.mask).bool()

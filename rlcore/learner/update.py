@@ -45,7 +45,7 @@ from rlcore.learner.teacher import Teacher
 from rlcore.objectives.advantages import overlong_penalty
 from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
 from rlcore.objectives.losses import coefficients, counts
-from rlcore.objectives.protocols import LossTensors
+from rlcore.objectives.protocols import LossTensors, snapped
 from rlcore.types import StepTensors, TokenScores
 
 FLAT = "train/flat_positions"  # whose backward pass was left out
@@ -187,7 +187,9 @@ class Update:
         ref, new, ready = self._observe(batch, first=first)
         advantages = self.group_advantages(batch)
         tensors = observed(batch.sent, (step, self.ref_version), advantages, ref, new)
-        tensors.advantages = self.pipeline.advantages(tensors, self.reduce)
+        replaced = self.pipeline.advantages(tensors, self.reduce)
+        if replaced is not tensors.advantages:
+            tensors.advantages = self._snapped(replaced)
         corrected = self.pipeline.correct(tensors, self.reduce)
         shadowed = self._shadowed(tensors, corrected)
         coefs, kept = self._coefficients(corrected.mask)
@@ -441,14 +443,21 @@ class Update:
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them; with a KL in the reward, or a critic, p_ref
-        is known."""
+        is known. Collective."""
         penalty = None
         if self._objective.kl_in_reward:
             penalty = self.kl.value * self._kl_to_go(batch)
         if self.critic is not None:
             turns = batch.turns if penalty is None else batch.turns.less(penalty)
-            return self.critic.advantages(batch, turns, self._objective.credit == "token")
-        return self.advantages.over_tokens(batch, self.reduce, penalty)
+            by_token = self._objective.credit == "token"
+            return self._snapped(self.critic.advantages(batch, turns, by_token))
+        return self._snapped(self.advantages.over_tokens(batch, self.reduce, penalty))
+
+    def _snapped(self, advantages: Tensor) -> Tensor:
+        """Advantages that are 0 up to rounding, beside the largest of the step, as 0: corrections
+        ask for their sign. Collective."""
+        largest = advantages.abs().amax() if advantages.numel() else advantages.new_zeros(())
+        return snapped(advantages, float(self.reduce.max(largest)))
 
     def _kl_to_go(self, batch: StepBatch) -> Tensor:
         """[B, T] float64: the KL of p_ref to the frozen policy from each token on. A token outside

@@ -446,7 +446,15 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
         "critic/advantage_rms",
         "reward",
-        "root of the mean square of tokens' advantages; 1 where they are whitened",
+        "root of the mean square of the advantages of tokens that have a target; 1 where whitened",
+    ),
+    Metric(
+        "critic/untargeted_share",
+        "share",
+        "tokens without a target, so without an advantage: of the last state of an answer that was "
+        "cut off, under `critic.bootstrap`",
+        healthy="below 0.1",
+        otherwise="`algorithm.credit=token`, or longer answers",
     ),
     Metric("critic/clip_share", "share", "values outside `critic.clip` of the phase's start"),
     Metric(

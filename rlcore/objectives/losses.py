@@ -39,11 +39,14 @@ def policy_loss(
     defined = on | torch.isfinite(logp_new.detach() - anchor)
     counted = (tokens.sampled != 0) & defined
     log_ratio = torch.where(counted, logp_new - anchor, 0.0).clamp(-CLAMP, CLAMP)
-    advantages = torch.where(on, at_least_float32(tokens.advantages.detach()), 0.0)
+    # a rejected token is on the side of a sequence's clip that its advantage says
+    own = at_least_float32(tokens.advantages.detach())
+    advantages = torch.where(on | counted, own, 0.0)
     weight = torch.where(on, at_least_float32(tokens.weight.detach()), 0.0)
     clipped = log_ratio
     if tokens.widen is not None:
-        wider = torch.where(counted & (advantages > 0), tokens.widen.detach().to(weight), 1.0)
+        widened = on & counted & (advantages > 0)
+        wider = torch.where(widened, tokens.widen.detach().to(weight), 1.0)
         clipped, weight = log_ratio - wider.log(), weight * wider
     objective, indicators = loss(clipped, advantages, counted)
     indicators["ratio"] = log_ratio.detach().exp()
@@ -168,9 +171,10 @@ class Gmpo(Gspo):
     et al. 2025, arXiv 2507.20673).
 
     `f = A prod_t c_t^(1/length)`, `c_t = min(r_t, 1 + eps_high)` where A > 0, else
-    `max(r_t, 1 - eps_low)`; the paper's range (e^-0.4, e^0.4) is eps_low=0.3297, eps_high=0.4918.
-    A clipped token has no gradient and counts in the mean. The token form is that of Gspo. Biased
-    by the clip (`clip_*_share`), and by design by the geometric mean, like Gspo.
+    `max(r_t, 1 - eps_low)`, over every sampled token, kept or rejected; the paper's range (e^-0.4,
+    e^0.4) is eps_low=0.3297, eps_high=0.4918. A clipped token has no gradient and counts in the
+    mean. The token form is that of Gspo. Biased by the clip (`clip_*_share`), and by design by the
+    geometric mean, like Gspo.
     """
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:

@@ -64,6 +64,14 @@ UNCORRECTED = Bias("no correction", where="matched")
 # equal rewards or a batch of equal rewards is centred to exactly 0, never NaN.
 
 
+ROUNDING = 1e-12  # of the largest: a smaller difference is that of a sum's rounding
+
+
+def snapped(values: Tensor, largest: Tensor | float) -> Tensor:
+    """`values` with 0 for those below 1e-12 of `largest`: zero up to rounding has no sign."""
+    return values.masked_fill(values.abs() <= ROUNDING * largest, 0.0)
+
+
 class Rewards:
     """One rank's share of a step, one reward per episode.
 
@@ -111,7 +119,8 @@ class Rewards:
         # compared, not subtracted: the rounded mean of equal rewards need not be that reward
         flat = (high == low)[index]
         mean = self.group_sum(self.values) / self.group_size
-        return torch.where(flat, 0.0, self.values - mean)
+        largest = torch.maximum(high.abs(), low.abs())[index]
+        return torch.where(flat, 0.0, snapped(self.values - mean, largest))
 
     @cached_property
     def group_std(self) -> Tensor:
@@ -140,7 +149,8 @@ class Rewards:
         extremes = self._reduce.max(torch.stack([highest, lowest])).tolist()
         if extremes[0] == -extremes[1]:
             return torch.zeros_like(values), count
-        return values - summed / max(count, 1.0), count
+        largest = max(map(abs, extremes))
+        return snapped(values - summed / max(count, 1.0), largest), count
 
     def batch_squares(self, centred: Tensor, weight: Tensor) -> float:
         """Sum of the squares of `centred` [B] over the global batch, each `weight` [B] times."""
@@ -227,7 +237,8 @@ class PolicyLoss(ABC):
 
         log_ratio [B, T]: log of p_new/p_ref, or of p_new/SG(p_new) where the ratio is not carried,
         with the gradient, finite, 0 outside `sampled` [B, T] bool (every sampled token, kept or
-        not). advantages [B, T], detached.
+        not). advantages [B, T], detached, of every sampled token, too; what is returned where a
+        correction rejected counts nowhere.
         """
 
 

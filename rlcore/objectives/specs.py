@@ -157,7 +157,7 @@ class ValueSpec(Spec):
         None, "values change within a phase by at most this in the loss; null: no clip", gt=0
     )
     whiten: bool = setting(
-        True, "advantages of a batch have mean 0 and deviation 1 over its sampled tokens"
+        True, "advantages of a batch have mean 0 and deviation 1 over its tokens that have a target"
     )
     bootstrap: bool = setting(
         False,

@@ -326,6 +326,10 @@ REFUSED = [  # words; parts that the sentence must hold
         ["correction.tis.widen_clip=true", "algorithm.loss=gspo"],
         ["correction.tis.widen_clip=true", "algorithm.loss=gspo"],
     ),
+    (
+        ["algorithm=ppo", "critic=model", "critic.bootstrap=true", "algorithm.credit=turn"],
+        ["critic.bootstrap=true", "algorithm.credit=turn", "single turn"],
+    ),
     (["bitwise=true"], ["bitwise=true", "schedule.max_staleness", "schedule=on_policy"]),
     ([*BITWISE, "rollout.temperature=0.8"], ["bitwise=true", "temperature of 0.8 of task"]),
     ([*BITWISE, "rollout.top_p=0.9"], ["bitwise=true", "rollout.top_p=0.9"]),

@@ -67,7 +67,7 @@ FREE = {
     "correction.icepop": "low high",
     "correction.veto": "threshold",
     "correction.opsm": "delta target",
-    "correction.m2po": "budget",
+    "correction.m2po": "budget over",
     "correction.outliers": "threshold divergence over",
     "correction.clip_cov": "share low high",
     "correction.kl_cov": "share coef",

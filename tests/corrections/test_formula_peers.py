@@ -96,6 +96,41 @@ def test_m2po_masks_the_largest_until_the_rest_keeps_to_the_budget(
 
 
 @settings(max_examples=60, deadline=None)
+@given(rows=st.lists(LOGS, min_size=1, max_size=4), budget=st.floats(0.01, 5), seed=st.integers())
+def test_m2po_over_harmful_tokens_is_the_paper_s_algorithm(
+    rows: Rows, budget: float, seed: int
+) -> None:
+    """Algorithm 1 of arXiv 2510.01161, line by line."""
+    logs, mask = padded(rows)
+    g = torch.Generator().manual_seed(seed % 1000)
+    advantages = torch.randint(-1, 2, logs.shape, generator=g)
+    moments = logs.double().square()
+    trusted = (mask & (advantages * logs > 0)).nonzero().tolist()
+    while trusted and mean([float(moments[i, j]) for i, j in trusted]) > budget:
+        trusted.remove(max(trusted, key=lambda at: float(moments[at[0], at[1]])))
+    how = {"budget": budget, "over": "harmful", "advantages": advantages}
+    found = m2po(logs, torch.zeros_like(logs), mask, **how)
+    bound = max((float(moments[i, j]) for i, j in trusted), default=0.0)
+    for i, j in mask.nonzero().tolist():
+        harmful = advantages[i, j] * logs[i, j] > 0
+        if not harmful or abs(moments[i, j] - bound) > 1e-6 * bound:  # ties stay or go together
+            assert found[i, j] == (not harmful or moments[i, j] <= bound)
+    assert (found[~mask] == 1).all()
+
+
+@pytest.mark.parametrize("over", ["all", "harmful"])
+def test_m2po_s_second_moment_is_finite_where_p_ref_cannot_sample_a_token(over) -> None:
+    step = mismatched_step(seed=2)
+    step.logp_ref = step.logp_ref.clone()
+    step.logp_ref[0, 0] = -math.inf
+    step.advantages = torch.where(step.mask, -1.0, step.advantages)
+    pipeline = pipeline_of({"m2po": {"over": over}, "tis": {}})
+    found = pipeline.correct(step, ONE_RANK)
+    assert 0 < found.metrics["correction/m2po/second_moment"] <= 400
+    assert found.weight[0, 0] == 0 and found.metrics["correction/m2po/masked_share"] > 0
+
+
+@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(LOGS, min_size=1, max_size=4), cap=st.floats(1, 8))
 def test_minpro_multiplies_by_the_smallest_ratio_before(rows: Rows, cap: float) -> None:
     logs, mask = padded(rows)
@@ -281,6 +316,8 @@ def test_wrong_arguments_are_named() -> None:
     x, on = torch.zeros(1, 2), torch.ones(1, 2)
     for call, argument in [
         (lambda: m2po(x, x, on, budget=0.0), "budget"),
+        (lambda: m2po(x, x, on, over="some"), "over"),
+        (lambda: m2po(x, x, on, over="harmful"), "advantages"),
         (lambda: minpro(x, x, on, cap=0.5), "cap"),
         (lambda: vesp(x, x, x, on, k_neg=-1.0), "k_neg"),
         (lambda: outliers(x, x, on, threshold=0.0), "threshold"),

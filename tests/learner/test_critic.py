@@ -61,7 +61,7 @@ def _values(model: str, *, head: bool = False) -> ValueEngine:
 
 
 def _update(model: str, values: Any, spec: CriticSpec, **settings: Any) -> tuple[Update, Critic]:
-    job = make_job(model, advantage="gae", credit="token", **settings)
+    job = make_job(model, **({"advantage": "gae", "credit": "token"} | settings))
     engine = PlainEngine(sharp_policy(model))
     assert share_prefixes(engine.policy.lm) is None
     critic = Critic(spec, values, engine, ONE_RANK)
@@ -166,6 +166,27 @@ def test_an_answer_that_was_cut_off_teaches_its_last_state_nothing(model) -> Non
     batch = make_batch(groups)
     known = _trained(model, batch, CriticSpec(kind="model", bootstrap=True))[2].known
     assert (batch.sent.mask.sum(1) - known.sum(1)).tolist() == [1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("credit", ["token", "turn"])
+def test_whitening_is_over_the_tokens_with_a_target(model, credit) -> None:
+    """A cut answer's last state has none: its tokens have advantage 0, and move no other one."""
+    groups = make_groups(4)
+    for episode in groups[0].episodes:
+        episode.parts[-1].finish_reason = "length"
+    batch = make_batch(groups)
+    spec = CriticSpec(kind="model", bootstrap=True)
+    _, _, found, row, step = _trained(model, batch, spec, credit=credit)
+    known = batch.states.spread(found.known, batch.sent.mask).bool()
+    unknown = batch.sent.mask & ~known
+    assert unknown.any() and (step.advantages[~known] == 0).all()
+    having = step.advantages[known].double()
+    assert float(having.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(having.std()) == pytest.approx(1.0, abs=1e-4)
+    assert row["critic/untargeted_share"] == pytest.approx(
+        float(unknown.sum() / batch.sent.mask.sum())
+    )
+    assert row["critic/advantage_rms"] == pytest.approx(1.0, rel=0.1)
 
 
 # ----- the policy's gradient, enumerated -----

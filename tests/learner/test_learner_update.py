@@ -1,6 +1,7 @@
 """A rank's step on a plain torch engine: what the loss is made of, and which passes lead to it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -313,6 +314,19 @@ def test_the_ratios_and_advantages_of_single_samples():
     assert ratios[2:] == pytest.approx([0.5] * (longest[1].tokens - 2))
     batch.advantages = torch.where(batch.sent.mask, -1.25, torch.nan)
     assert sample_details(batch, [known])[known]["advantage"] == -1.25
+
+
+def test_an_answer_at_the_mean_of_its_group_is_not_taken_for_a_bad_one(model):
+    """Rewards 0.1, 0.2 and 0.3: the middle one's advantage is 0, though their sum is not exact."""
+    for advantage in ("group_mean", "grpo", "rloo", "gpg", "reinforce"):
+        groups = make_groups(3)
+        for group in groups:
+            for episode, reward in zip(group.episodes, (0.1, 0.2, 0.3)):
+                episode.score = replace(episode.score, reward=reward)
+        batch = make_batch(groups)
+        update = _update(model, {"opsm": {"delta": 0.0}}, advantage=advantage)
+        found = update.group_advantages(batch)
+        assert (found[1::3] == 0).all() and (found[::3] < 0)[batch.sent.mask[::3]].all(), advantage
 
 
 REWARD_KL: dict[str, Any] = {"kl_coef": 0.5, "kl_in": "reward"}

@@ -195,6 +195,20 @@ def test_equal_rewards_give_exactly_zero(
     assert torch.equal(advantages(kind, rewards, groups, ONE_RANK), torch.zeros(len(groups)))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    middle=st.floats(-10, 10),
+    steps=st.lists(st.floats(1e-3, 10), min_size=1, max_size=4),
+    kind=st.sampled_from(["group_mean", "grpo", "rloo", "reinforce", "reinforce_pp"]),
+)
+def test_what_is_0_up_to_rounding_has_no_sign(middle: float, steps: list[float], kind) -> None:
+    """The middle of rewards that lie around it in pairs is their mean but for rounding."""
+    pairs = [middle + s * step for step in steps for s in (-1, 1)]
+    rewards = torch.tensor([middle, *pairs], dtype=torch.float64)
+    found = advantages(kind, rewards, torch.zeros(len(rewards), dtype=torch.int64), ONE_RANK)
+    assert found[0] == 0.0 and (found[1:] != 0).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1000), b=st.integers(0, 9))

@@ -179,6 +179,31 @@ def test_gspo_s_ratio_is_over_every_sampled_token_kept_or_not() -> None:
     assert new.grad is not None and new.grad[:, 2].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_rejected_token_changes_no_other_token_s_objective(kind, data) -> None:
+    """GMPO clips it on the side that its own advantage says."""
+    length = data.draw(st.integers(2, 5))
+    rows = st.lists(st.floats(-3, 3), min_size=length, max_size=length)
+    new = torch.tensor([data.draw(rows)], dtype=torch.float64)
+    a = torch.tensor([data.draw(rows)], dtype=torch.float64)
+    kept = torch.tensor([data.draw(st.lists(st.booleans(), min_size=length, max_size=length))])
+    ones, zeros = torch.ones_like(new), torch.zeros_like(new)
+    sampled = torch.ones_like(kept)
+    whole, _ = loss_of(kind, new, zeros, a, sampled, ones, sampled)
+    some, _ = loss_of(kind, new, zeros, a, kept, ones, sampled)
+    torch.testing.assert_close(some, torch.where(kept, whole, 0.0), rtol=0, atol=0)
+
+
+def test_gmpo_by_hand_beside_a_rejected_token() -> None:
+    new = torch.tensor([[0.0, 0.0, 2.0]], dtype=torch.float64)  # the third has the ratio e^2
+    on, kept = torch.ones(1, 3), torch.tensor([[1, 1, 0]])
+    eps = (1 - math.exp(-0.4), math.exp(0.4) - 1)
+    loss, _ = loss_of("gmpo", new, torch.zeros(1, 3), on, kept, on, on, eps=eps)
+    assert -loss[0, 0].item() == pytest.approx(math.exp(0.4 / 3))
+
+
 def test_gspo_leaves_out_tokens_outside_the_safe_set_and_undefined_ones() -> None:
     filler = -1e6
     new = torch.tensor([[-1.0, -1.0, filler], [-1.0, -1.0, -1.0]], requires_grad=True)
