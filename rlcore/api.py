@@ -128,13 +128,17 @@ def export(
     checkpoint: str | None = None,
     optimizer: bool = False,
     form: str = "trained",
+    dtype: str | None = None,
 ) -> Path:
     """`rlcore export`: write a checkpoint's model to a new folder, and return it. `form`: trained,
-    rounded or compressed-tensors. Raises as `train`."""
+    rounded or compressed-tensors; `dtype`: float32, bfloat16, float16, or None for that of the
+    starting model's folder. Raises as `train`."""
     config = _config("export", [], run_dir, None)
     from rlcore.commands.evaluate import export as command
 
-    _apart(lambda: command(config, checkpoint, str(out), optimizer=optimizer, form=form))
+    _apart(
+        lambda: command(config, checkpoint, str(out), optimizer=optimizer, form=form, dtype=dtype)
+    )
     return Path(out)
 
 

@@ -157,6 +157,7 @@ def _export(given: Given) -> int:
         out,
         optimizer=given.flag("optimizer"),
         form=given.text("format") or "trained",
+        dtype=given.text("dtype"),
     )
 
 

@@ -28,6 +28,7 @@ from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
 from rlcore.metrics.intervals import normal_half
 from rlcore.metrics.rows import Row, read_rows
+from rlcore.models.carried import complete_tokenizer
 from rlcore.models.folder import read_shapes
 from rlcore.spec import refuse
 from rlcore.types import POLICY
@@ -146,14 +147,15 @@ def export(
     *,
     optimizer: bool = False,
     form: str = "trained",
+    dtype: str | None = None,
 ) -> int:
-    """Write a checkpoint's policy and its tokenizer to `out`, in this process: no role is started,
-    and no GPU is needed.
+    """Write a checkpoint's policy to `out`, in this process: no role is started, and no GPU is
+    needed. What training leaves as it is is copied from the folder that the run started from.
 
     Beneath it: `adapter` (LoRA), `sparse` (DistillSparse's merged sparse model and its adapter),
     `draft` (co-trained), and with `optimizer` the learner's state as whole float32 tensors in
     `learner`. `named`: the checkpoint; None: the run's newest. `form`: of the policy's weights
-    (`config/verbs.py`). Raises UserError.
+    (`config/verbs.py`); `dtype`: their format, None: the starting folder's. Raises UserError.
     """
     folder = named_or_newest(config, named, note)
     if folder is None:
@@ -163,16 +165,21 @@ def export(
     progress = checkpoint.state_of(folder)
     model_path = str(progress["model_path"])
     rounding = _rounding(config, form, model_path)
+    refuse(
+        rounding is not None and dtype is not None,
+        f"dtype={dtype} is of weights as trained, and format={form} has formats of its own: leave "
+        "one of them out.",
+    )
+    # rounding begins with the values that actors are sent
+    dtype = dtype if rounding is None else config.learner.compute_dtype
     with tempfile.TemporaryDirectory() as made:
         config = _with_drafts(config, prepared, Path(made))
         for name, job in learner_jobs(config, model_path, prepared.pad_id).items():
             state, sub = ("learner", "") if name == POLICY else (name, name)
-            export_stored(job, folder / state, Path(out) / sub)
+            export_stored(job, folder / state, Path(out) / sub, dtype)
     weights = "as trained" if rounding is None else _rounded(Path(out), rounding, form)
-    # a folder is only usable with its tokenizer
-    for sub in ("", "sparse", "draft"):
-        if (Path(out) / sub).is_dir():
-            prepared.tokenizer.save_pretrained(Path(out) / sub)
+    if (draft := Path(out) / "draft").is_dir():
+        complete_tokenizer(draft, model_path)  # a folder is only usable with one
     if optimizer:
         from rlcore.learner.state_files import join_state
 

@@ -26,6 +26,7 @@ from rlcore.files import replace_file
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
 from rlcore.learner.specs import CriticSpec
 from rlcore.loop.prompts import Prompts, PromptSource
+from rlcore.models.carried import copy_files
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
 from rlcore.models.text import encode_text
@@ -153,7 +154,6 @@ def supervise(
                     f"{time.monotonic() - began:.0f} s"
                 )
         learner.export(str(out))
-        prepared.tokenizer.save_pretrained(out)
     finally:
         learner.kill()
 
@@ -189,7 +189,7 @@ def supervise_exactly(
             taken = time.monotonic() - began
             note(f"warm-up step {step + 1}/{warmup.steps}  loss {loss:.4f}  {taken:.0f} s")
     model.save(out)
-    prepared.tokenizer.save_pretrained(out)
+    copy_files(start, out)
 
 
 def _examples(

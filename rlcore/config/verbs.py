@@ -159,12 +159,18 @@ VERBS: Mapping[str, Verb] = {
             "write a checkpoint as a plain Hugging Face folder",
             (
                 "rlcore export [run_dir=DIR] out=FOLDER [checkpoint=PATH] [optimizer=true] "
-                "[format=rounded|compressed-tensors]",
+                "[dtype=float32|bfloat16|float16] [format=rounded|compressed-tensors]",
             ),
             (
                 Key("out", "the folder to write, which must not exist", "folder", required=True),
                 CHECKPOINT,
                 Key("optimizer", "also the learner's state as whole float32 tensors", "flag"),
+                Key(
+                    "dtype",
+                    "of the weights as trained, float32 without rounding them to learner.dtype; "
+                    "unset: as the starting model's folder has them",
+                    choices=("float32", "bfloat16", "float16"),
+                ),
                 Key(
                     "format",
                     "weights as trained; rounded as the run's actor rounds them, in plain form; or "

@@ -209,7 +209,8 @@ class SparseCopy(Companion):
 
     def export(self, folder: Path, *, policy_folder: Path) -> None:
         """Write theta + phi merged, phi as an adapter on the policy's export, and the rule."""
-        export_model(folder, self.engine, str(policy_folder.resolve()), lora=self._distill.lora)
+        base, source = str(policy_folder.resolve()), self._job.model_path
+        export_model(folder, self.engine, base, source=source, lora=self._distill.lora)
         if is_first_rank():
             write_attention(folder, self._job)
 

@@ -20,9 +20,9 @@ from rlcore.types import POLICY
 
 
 def export_model(
-    folder: Path, engine: TrainEngine, model_path: str, *, lora: LoraSpec | None
+    folder: Path, engine: TrainEngine, model_path: str, *, source: str, lora: LoraSpec | None
 ) -> None:
-    """Write whole weights, adapters merged, the configuration and the tokenizer of `model_path`.
+    """Write whole weights, adapters merged, and what else the model folder `source` holds.
 
     Adapters are written beside them as the PEFT folder `adapter`, on the model at `model_path`.
     Collective; rank 0 writes.
@@ -33,9 +33,9 @@ def export_model(
         if writes:
             save_adapter(folder / "adapter", adapters, lora, model_path)
     # every rank iterates: gathering a sharded weight is collective
-    state = {name: w.contiguous() for name, w in engine.weights(wanted=writes)}
+    state = dict(engine.weights(wanted=writes))
     if writes:
-        write_model(folder, state, engine.policy.lm.config, model_path)
+        write_model(folder, state, source)
 
 
 class RankState:
@@ -173,12 +173,14 @@ class RankState:
             companion.weights_changed()
 
     def export(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder: merged weights as safetensors, configuration and tokenizer.
+        """Write a Hugging Face folder: merged weights as safetensors, and what else the model's
+        folder holds.
 
         Adapters are written beside them as a PEFT folder, `adapter`; each companion as a folder of
         its own beneath, under its name.
         """
         folder = Path(folder)
-        export_model(folder, self.engine, self.job.model_path, lora=self.job.learner.lora)
+        path, lora = self.job.model_path, self.job.learner.lora
+        export_model(folder, self.engine, path, source=path, lora=lora)
         for companion in self.companions:
             companion.export(folder / companion.name, policy_folder=folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,16 +39,20 @@ def register_architecture(model_path: str | Path) -> None:
         load_object(ARCHITECTURES[kind])
 
 
-def without_dropout(config: Any) -> None:
-    """Set every dropout probability of a configuration, and of those within it, to 0, in place.
+def without_dropout(config: Any) -> dict[str, Any]:
+    """Set every dropout probability of a configuration, and of those within it, to 0, in place;
+    the settings that this changes.
 
     The ratios compare two passes over one policy: with dropout they would differ by its noise.
     """
+    changed: dict[str, Any] = {}
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):  # the configuration of a model's text part, for example
-            without_dropout(value)
+            changed |= {name: inner} if (inner := without_dropout(value)) else {}
         elif any(part in name for part in _DROPOUT) and _is_probability(value):
             setattr(config, name, 0.0)
+            changed[name] = 0.0
+    return changed
 
 
 def _is_probability(value: Any) -> bool:
@@ -81,14 +85,26 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
 
     Raises UserError as `weight_files` does.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {name: tuple(entry["shape"]) for name, entry in _entries(model_path)}
+    return _tied_once(model_path, shapes)
+
+
+def read_dtypes(model_path: str | Path) -> dict[str, str]:
+    """Hugging Face name -> format of every weight as safetensors names it, such as BF16. Reads file
+    headers only.
+
+    Raises UserError as `weight_files` does.
+    """
+    return {name: str(entry["dtype"]) for name, entry in _entries(model_path)}
+
+
+def _entries(model_path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in weight_files(model_path):
         # Eight bytes of length, then JSON: the header of a safetensors file.
         with file.open("rb") as f:
             (size,) = struct.unpack("<Q", f.read(8))
             header = json.loads(f.read(size))
-        shapes.update({n: tuple(e["shape"]) for n, e in header.items() if n != "__metadata__"})
-    return _tied_once(model_path, shapes)
+        yield from ((name, entry) for name, entry in header.items() if name != "__metadata__")
 
 
 def read_weights(model_path: str | Path) -> dict[str, torch.Tensor]:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from conftest import modes, rows, umask
 from timing import deadline
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rlcore import cli
 from rlcore.commands.evaluate import to_evaluate
 from rlcore.config.compose import load, to_yaml
 from rlcore.errors import UserError
 from rlcore.loop import checkpoint
+from rlcore.models.carried import carried_files
 
 RLCORE = str(Path(sys.executable).parent / "rlcore")
 
@@ -65,7 +66,9 @@ def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
     model, before = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in folders)
     assert model.keys() == before.keys()
     assert any((model[k] != before[k]).any() for k in model)
-    own, start = (AutoTokenizer.from_pretrained(p).get_vocab() for p in folders)
+    carried = [path for path in carried_files(warm / "model") if path.name != "README.md"]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in carried}
+    own, start = ([(folder / path).read_bytes() for path in carried] for folder in folders)
     assert own == start
 
     both = tmp_path / "both.html"
