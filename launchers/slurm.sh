@@ -1,85 +1,96 @@
 # Body of the Slurm batch script; `rlcore launch cluster=slurm` puts the options and values of a run
-# above it. It runs on the first node of the allocation, which is also Ray's head. The dashboard is
-# off; Ray's own ports are open to the allocation's network and accept only this job's token.
-set -euo pipefail
+# above it. It runs on the first node of the allocation, which is also Ray's head. On each node,
+# rlcore.launch.node keeps Ray running; Ray's ports accept only this job's token.
+#
+# SIGUSR1 comes grace_s before the time limit: a checkpoint, then the job is requeued. SIGTERM comes
+# from scancel, `rlcore cancel` and preemption: a checkpoint, and only a preempted job is requeued.
+set -uo pipefail
 
+stop='' # "again": requeue; "end": do not
+launch=$run_dir/launch
+pid_file=$launch/$SLURM_JOB_ID.pid
+failed=$launch/$SLURM_JOB_ID.failed
+restarts=$launch/$SLURM_JOB_ID.restarts
+
+tell() { # the run to stop, once it is there
+  if [ -s "$pid_file" ]; then kill -TERM "$(< "$pid_file")" 2> /dev/null; fi
+}
+trap 'stop=${stop:-again}; tell' USR1
+trap 'stop=end; tell' TERM INT
+
+over() { # wait for a process; a trapped signal ends `wait` early, with a code of its own
+  local code
+  while wait "$1" && code=0 || code=$?; kill -0 "$1" 2> /dev/null; do :; done
+  wait "$1" && code=0 || code=$? # the process's, which bash keeps
+  return "$code"
+}
+
+finish() { # Ray ends on all nodes, and its temporary files with it
+  kill -USR1 "$nodes" 2> /dev/null || return
+  for ((i = 0; i < 200; i++)); do
+    kill -0 "$nodes" 2> /dev/null || break
+    sleep 0.1
+  done
+}
+
+again() { # requeue, unless the last `retries` restarts have brought no newer checkpoint
+  local newest before='' count=0
+  newest=$(find "$run_dir/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2> /dev/null | sort -V | tail -n 1)
+  if [ -s "$restarts" ]; then read -r before count < "$restarts"; fi
+  if [ "$before" != "${newest:-none}" ]; then count=0; fi
+  if ((count >= retries)); then
+    echo "rlcore: not requeued: $count restarts brought no newer checkpoint (cluster.launch.retries=$retries)"
+    return
+  fi
+  echo "${newest:-none} $((count + 1))" > "$restarts"
+  scontrol requeue "$SLURM_JOB_ID"
+}
+
+preempted() { # by a job that waits; one that is cancelled or requeued is not running any more
+  scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING .*PreemptTime=[0-9]'
+}
+
+mkdir -p "$launch"
+rm -f "$pid_file" "$failed"
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head_ip=${RLCORE_HEAD_IP:-$(hostname -I | awk '{print $1}')}
+head_ip=$("${inside[@]}" python -m rlcore.launch.address "$interface" "${hosts[1]:-}") || exit 2
 # Jobs that share a node must not share a port.
-address=$head_ip:$((20000 + SLURM_JOB_ID % 20000))
-stopping=0
-ray_pids=()
-driver=
+address=$head_ip:$((20000 + SLURM_JOB_ID % 12000))
 
-stop_ray() {
-  trap - EXIT
-  if ((${#ray_pids[@]})); then
-    kill -TERM "${ray_pids[@]}" 2>/dev/null || true
-    wait "${ray_pids[@]}" 2>/dev/null || true
-  fi
-}
-trap stop_ray EXIT
-# SIGTERM comes grace_s before the end of the allocation: the run writes a checkpoint and ends.
-trap 'stopping=1; [ -n "$driver" ] && kill -TERM "$driver" 2>/dev/null || true' TERM INT
-
-resources() { # of the node with this index
-  if ((learner_nodes == 0)); then
-    echo '{}'
-  elif (($1 < learner_nodes)); then
-    echo "$learner_resources"
-  else
-    echo "$actor_resources"
-  fi
-}
-
-node=(--num-cpus="$cpus" --num-gpus="$gpus" --disable-usage-stats --block)
-"${inside[@]}" ray start --head --node-ip-address="$head_ip" --port="${address##*:}" --include-dashboard=false \
-  --resources="$(resources 0)" "${node[@]}" &
-ray_pids+=($!)
-for ((i = 1; i < ${#hosts[@]}; i++)); do
-  srun --nodes=1 --ntasks=1 --nodelist="${hosts[i]}" "${across[@]}" \
-    ray start --address="$address" --resources="$(resources "$i")" "${node[@]}" &
-  ray_pids+=($!)
-done
+# The step goes on when one of its nodes is lost or gives up.
+srun --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --cpus-per-task="$cpus" --mem=0 \
+  --overlap --export=ALL --input=none --no-kill --kill-on-bad-exit=0 --wait=0 \
+  "${across[@]}" python -m rlcore.launch.node \
+  --address="$address" --cpus="$cpus" --gpus="$gpus" --folder="$launch" --script=$$ \
+  --start-timeout-s="$start_timeout_s" --learner-nodes="$learner_nodes" \
+  --learner-resources="$learner_resources" --actor-resources="$actor_resources" &
+nodes=$!
 
 # The run counts the cluster's CPUs and GPUs at its start, so every node must have joined by then.
-"${inside[@]}" python - "$address" "${#hosts[@]}" "$start_timeout_s" <<'PY' &
-import sys
-import time
-
-import ray
-
-address, wanted, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-deadline = time.monotonic() + limit
-joined = 0
-while joined < wanted:
-    if time.monotonic() > deadline:
-        key = f"cluster.launch.start_timeout_s={limit:g}"
-        sys.exit(f"rlcore: {joined} of {wanted} nodes joined Ray within {key}")
-    try:
-        quiet = {"logging_level": "ERROR", "log_to_driver": False, "ignore_reinit_error": True}
-        ray.init(address=address, **quiet)
-        joined = sum(node["Alive"] for node in ray.nodes())
-    except ConnectionError:
-        pass
-    time.sleep(1)
-PY
-wait $!
-
-"${inside[@]}" "${command[@]}" cluster.address="$address" &
-driver=$!
-if ((stopping)); then kill -TERM "$driver" 2>/dev/null || true; fi
-while # a trapped signal ends `wait` early, with a code of its own
-  wait "$driver" && code=0 || code=$?
-  kill -0 "$driver" 2>/dev/null
-do :; done
-wait "$driver" && code=0 || code=$? # the run's, which bash keeps
-# A run that was stopped by a signal or that failed continues from its newest checkpoint, at most
-# `retries` times.
-if ((code != 0 && (stopping || code == 1) && ${SLURM_RESTART_COUNT:-0} < retries)); then
-  scontrol requeue "$SLURM_JOB_ID" # the command says resume=auto
+"${inside[@]}" python -m rlcore.cluster.joined "$address" "$start_timeout_s" "$failed" "${hosts[@]}" &
+joining=$!
+while kill -0 "$joining" 2> /dev/null && [ -z "$stop" ]; do wait "$joining"; done
+if [ -n "$stop" ]; then
+  kill "$joining" 2> /dev/null
+  code=130
+elif over "$joining"; then
+  # shellcheck disable=SC2016 # the inner shell expands them
+  "${inside[@]}" bash -c 'echo $$ > "$1"; exec "${@:2}"' - "$pid_file" \
+    "${command[@]}" cluster.address="$address" &
+  driver=$!
+  until [ -s "$pid_file" ] || ! kill -0 "$driver" 2> /dev/null; do sleep 0.1; done
+  if [ -n "$stop" ]; then tell; fi
+  over "$driver"
+  code=$?
+else
+  code=1
 fi
+finish
+case $stop:$code in
+  *:0) ;;
+  again:* | :1) again ;; # a run that failed; a wrong configuration (2) is not tried again
+  end:*) if preempted; then again; fi ;;
+esac
 exit "$code"

@@ -34,9 +34,9 @@ def actor_class(plain: type, **settings: Any) -> Any:
 
 
 def beside_driver() -> NodeAffinitySchedulingStrategy:
-    """The driver's node, whose loss ends the attempt anyway: a role without resources would be put
-    on any node."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    """The driver's node, whose loss ends the attempt anyway. Ray puts a role without resources on
+    any node, even if it asks for one, unless that is the only one it accepts."""
+    return on_node(ray.get_runtime_context().get_node_id())
 
 
 def bound_to(resource: str, *, own_nodes: bool) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -42,14 +43,15 @@ from rlcore.metrics.report import write_report
 from rlcore.metrics.sinks import CallbackSink
 
 TOGETHER_S = 5.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-# Signals that end a run: SIGINT (Ctrl-C) and SIGTERM.
+# Signals that end a run: SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, which Slurm's --signal often names.
 #
 # Supervisors often signal a process twice at once: coreutils' timeout its child and then the group,
 # Slurm each step and the batch script, a terminal with a bouncing key. Signals within a few seconds
-# of the first are therefore one request; only a later one stops at once.
+# of the first are therefore one request; only a later one stops at once. In a Slurm job only Ctrl-C
+# does: Slurm repeats its SIGTERM when a grace time ends, half a minute before SIGKILL.
 
 
 class StopSignals:
@@ -72,14 +74,15 @@ class StopSignals:
         """True if a signal has asked the run to end."""
         return self._first is not None
 
-    def repeated(self) -> bool:
+    def repeated(self, number: int = signal.SIGTERM) -> bool:
         """Note a signal; returns whether it is a repetition of the first, which is already acted
         on."""
         now = self._clock()
         if self._first is None:
             self._first = now
             return False
-        return now - self._first < TOGETHER_S
+        by_slurm = number != signal.SIGINT and "SLURM_JOB_ID" in os.environ
+        return by_slurm or now - self._first < TOGETHER_S
 
     def interrupt(self) -> None:
         """Have both signals raise KeyboardInterrupt.
@@ -89,7 +92,7 @@ class StopSignals:
         """
 
         def raise_once(number: int, frame: object) -> None:
-            if not self.repeated():
+            if not self.repeated(number):
                 raise KeyboardInterrupt
 
         # Tests and embedding programs may run a command in another thread, which gets no signals.
@@ -109,20 +112,20 @@ class StopSignals:
         main = asyncio.current_task()
         assert main is not None
 
-        def stop(name: str) -> None:
+        def stop(number: signal.Signals) -> None:
             if self.requested:
-                if not self.repeated():
+                if not self.repeated(number):
                     main.cancel()
                 return
             self.repeated()
             note(
-                f"{name}: finishing the current step, then a checkpoint (press again later to stop "
-                "now)"
+                f"{number.name}: finishing the current step, then a checkpoint (press again later "
+                "to stop now)"
             )
             controller.request_stop()
 
         for number in SIGNALS:
-            loop.add_signal_handler(number, stop, number.name)
+            loop.add_signal_handler(number, stop, number)
 
 
 STOPPED = 130  # exit code of a run that was stopped and left a checkpoint

@@ -59,7 +59,7 @@ def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Render
     """`sbatch` and its script: options and values of this run, then launchers/slurm.sh
     unchanged."""
     path = f"{run_dir}/launch/job.sbatch"
-    lines = ["#!/usr/bin/env bash", *_options(spec, run_dir), "", *_values(spec, words)]
+    lines = ["#!/usr/bin/env bash", *_options(spec, run_dir), "", *_values(spec, words, run_dir)]
     body = (TEMPLATES / "slurm.sh").read_text()
     return Rendered(("sbatch", path), {path: "\n".join(lines) + "\n\n" + body})
 
@@ -73,16 +73,22 @@ def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
         "cpus-per-task": spec.cpus_per_node,
         **({"gpus-per-node": spec.gpus_per_node} if spec.gpus_per_node else {}),
         **({"mem": f"{memory}G"} if memory else {}),
-        "output": f"{run_dir}/launch/slurm-%j.out",
+        "output": f"{run_dir.replace('%', '%%')}/launch/slurm-%j.out",
         "open-mode": "append",  # a requeued job continues its log
-        # B: to the batch script alone, which passes it on to the run
-        "signal": f"B:TERM@{spec.grace_s}",
+        # B: to the batch script alone; TERM comes from scancel, which wants no requeue
+        "signal": f"B:USR1@{spec.grace_s}",
+        "requeue": "",
         **spec.sbatch,
     }
-    return [f"#SBATCH --{name}={value}" for name, value in options.items()] + ["#SBATCH --requeue"]
+    return [f"#SBATCH --{name}{_given(value)}" for name, value in options.items()]
 
 
-def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
+def _given(value: object) -> str:
+    """The value of an option as sbatch reads it in a script, as a shell would; "" for a flag."""
+    return f"={shlex.quote(str(value))}" if str(value) else ""
+
+
+def _values(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> list[str]:
     inside, across = _container_words(spec)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()]
     # The programs of the environment that rendered this script: the nodes share its file system.
@@ -93,8 +99,8 @@ def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
         "gpus": spec.gpus_per_node,
         "learner_nodes": spec.learner_nodes,
         "start_timeout_s": spec.start_timeout_s,
-        "grace_s": spec.grace_s,
         "retries": spec.retries,
+        "interface": shlex.quote(spec.interface or ""),
     }
     return [
         *exports,
@@ -104,6 +110,7 @@ def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
         f"inside=({inside})",
         f"across=({across})",
         f"command=({shlex.join(train_command(words, elsewhere=True))})",
+        f"run_dir={shlex.quote(run_dir)}",
         " ".join(f"{name}={value}" for name, value in counts.items()),
         f"learner_resources={shlex.quote(json.dumps({LEARNER_RESOURCE: RESOURCE_AMOUNT}))}",
         f"actor_resources={shlex.quote(json.dumps({ACTOR_RESOURCE: RESOURCE_AMOUNT}))}",

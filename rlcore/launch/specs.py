@@ -41,7 +41,10 @@ class LaunchSpec(Spec):
             "kind is neither slurm nor kubernetes",
         ),
         Unread(
-            ("start_timeout_s", "sbatch", "setup", "container_image", "container_mounts"),
+            (
+                *("start_timeout_s", "interface", "sbatch", "setup"),
+                *("container_image", "container_mounts"),
+            ),
             lambda spec: spec.kind != "slurm",
             "kind is not slurm",
         ),
@@ -98,9 +101,20 @@ class LaunchSpec(Spec):
         default_factory=dict, meaning="environment of every node; no secrets"
     )
     start_timeout_s: int = setting(600, "slurm: deadline for all nodes to join", unit="s", gt=0)
-    grace_s: int = setting(300, "from SIGTERM to the end, for a checkpoint", unit="s", gt=0)
+    grace_s: int = setting(
+        300,
+        "for the last checkpoint before slurm's time limit, or before kubernetes ends a pod",
+        unit="s",
+        gt=0,
+    )
     retries: int = setting(
-        3, "slurm: requeues, kubernetes: new clusters; each resumes the run", ge=0
+        3,
+        "slurm: requeues without a newer checkpoint, kubernetes: new clusters; each resumes the "
+        "run",
+        ge=0,
+    )
+    interface: str | None = setting(
+        None, "slurm: network interface of Ray, such as ib0; null: the one between the nodes"
     )
     sbatch: dict[str, str] = setting(
         default_factory=dict, meaning="further #SBATCH options, e.g. partition, time"

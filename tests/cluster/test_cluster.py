@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 from timing import deadline, wait_until
 
 from rlcore.cluster import placement
@@ -111,14 +112,29 @@ def test_a_heartbeat_of_the_head_that_is_answered_as_it_is_cancelled_ends(monkey
         assert asyncio.run(cancelled(server))
 
 
+class Role:
+    """A role without resources."""
+
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+
 @pytest.mark.cluster
-def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
+def test_every_role_without_resources_runs_beside_the_driver(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with cluster(spec(), needed_cpus=1, needed_gpus=0):
-        strategy = beside_driver()
-        assert strategy.node_id == ray.get_runtime_context().get_node_id() and strategy.soft
-        handle = actor_class(threading.Event, num_cpus=0, scheduling_strategy=strategy).remote()
-        assert ray.get(handle.is_set.remote(), timeout=deadline(60)) is False
+    nodes = Cluster()
+    try:
+        nodes.add_node(num_cpus=1, include_dashboard=False, object_store_memory=10**8)
+        for _ in range(2):
+            nodes.add_node(num_cpus=1, object_store_memory=10**8)
+        with cluster(spec(address=nodes.address), needed_cpus=1, needed_gpus=0):
+            place = beside_driver()
+            role = actor_class(Role, num_cpus=0, scheduling_strategy=place)
+            asked = [role.remote().node.remote() for _ in range(6)]
+            assert set(ray.get(asked, timeout=deadline(60))) == {place.node_id}
+            assert place.node_id == ray.get_runtime_context().get_node_id()
+    finally:
+        nodes.shutdown()
 
 
 @pytest.mark.cluster

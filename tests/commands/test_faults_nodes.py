@@ -64,8 +64,12 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, installed, small, tmp_
         "train", *small, *WORDS, f"run_dir={run_dir}", f"cluster.address={three_nodes.address}"
     )
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
-    # All nodes have one address, and Ray connects a driver to any of them.
-    lost = next(node for node in nodes if "ray::BufferActor" not in _processes(node))
+    # All nodes have one address, and Ray connects a driver to any of them: the roles without
+    # resources are with it.
+    every = [three_nodes.head_node, *nodes]
+    found = [[n for n in every if f"ray::{r}" in _processes(n)] for r in ("BufferA", "ScorerA")]
+    assert len(found[0]) == 1 and found[0][0] in found[1]  # other nodes may have graders, too
+    lost = next(node for node in nodes if node not in found[0])
     (shard,) = [p for p in _children(lost) if "ray::ShardActor" in " ".join(p.cmdline())]
     shard.kill()
     run.wait_for(lambda: "#1 kept are lost" in run.text, what="the loss of a shard alone")

@@ -27,6 +27,16 @@ def test_signals_that_come_together_are_one_request():
     assert not stop.repeated()
 
 
+def test_in_a_slurm_job_only_ctrl_c_stops_at_once(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    now = [0.0]
+    stop = StopSignals(clock=lambda: now[0])
+    assert not stop.repeated()
+    now[0] = 60.0  # when the grace time of a preempted job ends
+    assert stop.repeated(signal.SIGTERM) and stop.repeated(signal.SIGUSR1)
+    assert not stop.repeated(signal.SIGINT)
+
+
 def test_a_later_signal_stops_at_once():
     now, notes, asked = [0.0], [], []
     stop = StopSignals(clock=lambda: now[0])
