@@ -43,8 +43,10 @@ class Claim:
     check: Callable[[Sandbox], RowProof]
 
 
-def default_folder() -> Path:
-    """The folder of proofs where none is named: of the user, not of a run."""
+def default_folder(named: str | None = None) -> Path:
+    """The folder of proofs; where none is named: of the user, not of a run."""
+    if named:
+        return Path(named).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "rlcore" / "proofs"
 
