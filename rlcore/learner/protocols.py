@@ -119,6 +119,14 @@ class TrainEngine(ABC):
             f"{type(self).__name__} does not give (full_gradients): leave the settings out."
         )
 
+    def rate(self) -> float:
+        """Optional: learner.step_bound needs it. The schedule's learning rate of the next step. Not
+        collective."""
+        raise UserError(
+            "learner.step_bound shortens steps by their learning rate, which the learner.engine "
+            f"{type(self).__name__} does not give (rate): set learner.step_bound=null."
+        )
+
     @abstractmethod
     def step(self, scale: float = 1.0) -> float:
         """Clip, update and clear; returns the learning rate used: the schedule's times `scale`."""

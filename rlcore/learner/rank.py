@@ -44,6 +44,7 @@ from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.learner.state import RankState
 from rlcore.learner.state_files import Schedule
+from rlcore.learner.step_bound import BoundedSteps
 from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Group
 
@@ -149,6 +150,8 @@ class LearnerRank(RankState):
         self._sharper = {
             task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
         }
+        follows = job.objective.ratio_to == "p_inf"
+        self._bounded = BoundedSteps(None, job.kinds, follows=follows)
         self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
         self._taken = 0  # steps of the phase
         self._steps = 0  # that it has in all
@@ -236,6 +239,7 @@ class LearnerRank(RankState):
         estimates = self._estimate_variance(batch)
         gradient = self._update.run(batch, step, first=first)
         batch.advantages = gradient.advantages
+        _, bounded = self._bounded.scale(batch, step, self.engine, self._reduce, first=first)
         if self._gradient_folder is not None:
             self._gradient = self._looked_at(self._gradient_folder)
         what = f"optimizer step {step}"
@@ -243,6 +247,7 @@ class LearnerRank(RankState):
             batch.metrics
             | estimates
             | gradient.metrics
+            | bounded
             | take_step(
                 self.engine,
                 gradient.sums,
@@ -252,6 +257,7 @@ class LearnerRank(RankState):
                 step_scale=gradient.step_scale,
             )
         )
+        self._bounded.took(step, metrics["lr"])
         metrics |= staleness_split(batch, step, self._reduce, self.job.kinds)
         metrics |= positions(batch, self._reduce)
         if (replay := self.engine.policy.replay) is not None:
@@ -350,6 +356,7 @@ class LearnerRank(RankState):
         are loaded); without it, a phase must be begun again.
         """
         super().load(folder)
+        self._bounded.load(Path(folder))
         if self._update.teacher is not None:
             self._update.teacher.load(Path(folder))
         if (update := Path(folder) / UPDATE_FILE).is_file():  # older checkpoints have none

@@ -18,6 +18,7 @@ BY_KIND = (
     "correction",
     "shadow",
     "worth",
+    "step_bound",
 )
 
 

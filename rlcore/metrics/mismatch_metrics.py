@@ -247,4 +247,28 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         healthy="0 to 1",
         otherwise=AIS,
     ),
+    Metric(
+        "step_bound/answer_kl",
+        "nats",
+        "D: KL of an answer, of at most 128 tokens, from its actors' policy to the learner's, "
+        "above what fresh tokens have: what the steps since then have done to the policy",
+        healthy="below 0.3; from 1.5 on runs lose their policy",
+        otherwise="lower `learner.lr` or `schedule.max_staleness`",
+    ),
+    Metric(
+        "step_bound/floor",
+        "nats",
+        "mean k3 of fresh tokens: rounding, sparse attention, drafts",
+    ),
+    Metric(
+        "step_bound/kappa",
+        "1",
+        "step_bound/answer_kl over the squared sum of the learning rates that led to it; falls by "
+        "a fifth a step where it is not measured",
+    ),
+    Metric(
+        "step_bound/moved",
+        "1",
+        "summed learning rates of the steps since a batch's tokens were sampled, root mean square",
+    ),
 )

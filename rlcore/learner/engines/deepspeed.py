@@ -331,8 +331,11 @@ class ZeroEngine(TrainEngine):
         groups = self._optimizer.averaged_gradients.values()
         return [g for group in groups for g in group if g is not None]
 
+    def rate(self) -> float:
+        return self._rate(self.optimizer_steps)
+
     def step(self, scale: float = 1.0) -> float:
-        rate = self._rate(self.optimizer_steps) * scale
+        rate = self.rate() * scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         if self._clip is not None and self._parts is not None:

@@ -1,0 +1,79 @@
+"""The step bound in a rank: measures each batch, and shortens or holds its step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rlcore.corrections.step_bound import StepBound, drift_accumulate, drift_values
+from rlcore.files import replace_file
+from rlcore.interfaces import Reduce
+from rlcore.learner.batch import StepBatch
+from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.state_files import Schedule
+
+FILE = "step_bound.json"  # of a saved state
+OTHER = "other"  # kind of records of actors that the run no longer has
+
+
+class BoundedSteps:
+    """`StepBound` over the batches of a run. Collective: every rank has the same state."""
+
+    def __init__(self, bound: float | None, kinds: Sequence[str], *, follows: bool) -> None:
+        """`bound`: learner.step_bound. `kinds`: labels of the run's actors, where they are of
+        several kinds. `follows`: p_ref is the policy as each step begins, not as its phase does."""
+        self._labels = (*kinds, OTHER) if kinds else ("",)
+        self._rule = StepBound(bound, self._labels)
+        self._follows = follows
+        self._since = 0  # version of p_ref
+        self._last = 0.0  # learning rate of the last step
+
+    def scale(
+        self, batch: StepBatch, step: int, engine: TrainEngine, reduce: Reduce, *, first: bool
+    ) -> tuple[float, dict[str, float]]:
+        """The factor of step `step` and its metrics; the batch has been scored. `first` of its
+        update phase."""
+        if first or self._follows:
+            self._since = step
+        sent, ref = batch.sent, batch.ref
+        if ref is None:
+            raise RuntimeError("a step is bounded before its batch has been scored")
+        age = torch.where(sent.mask, self._since - sent.token_version.long(), 0)
+        count = len(self._labels)
+        statistics = drift_accumulate(
+            ref.logp,
+            sent.logp_inf,
+            sent.mask,
+            age,
+            inside=ref.inside,
+            kinds=sent.kinds,
+            count=count,
+        )
+        drift = drift_values(reduce(statistics), count)
+        rate = self._last if self._rule.bound is None else engine.rate()
+        found, metrics = self._rule.scale(step, rate, drift, since=self._since)
+        return found, {f"step_bound/{name}": value for name, value in metrics.items()}
+
+    def took(self, step: int, rate: float) -> None:
+        """Note the learning rate that a step has had."""
+        self._rule.took(step, rate)
+        self._last = rate
+
+    def save(self, folder: Path, schedule: Schedule) -> None:
+        """Write the state; by one rank."""
+        state = {**self._rule.state(), "since": self._since, "last": self._last}
+        schedule(partial(folder.mkdir, parents=True, exist_ok=True))
+        schedule(partial(replace_file, folder / FILE, json.dumps(state)))
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`. Of a state that an earlier version has written, nothing is known:
+        steps before it count with the rate of the next one."""
+        file = folder / FILE
+        if file.is_file():
+            state = json.loads(file.read_text())
+            self._since, self._last = int(state.pop("since")), float(state.pop("last"))
+            self._rule.load(state)

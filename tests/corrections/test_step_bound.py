@@ -1,0 +1,105 @@
+"""The step bound: what it measures of tensors, and the rule against a plant in plain Python."""
+
+import json
+
+import pytest
+import torch
+
+from rlcore.corrections.step_bound import AGES, Drift, StepBound, drift_accumulate, drift_values
+
+
+def sampled(rows=6, width=5, *, apart=0.2, seed=0):
+    """Log-probs [B, T] of learner and actor, and a mask with an empty row and unequal answers."""
+    g = torch.Generator().manual_seed(seed)
+    ref = -1 - torch.rand(rows, width, generator=g)
+    inf = ref - apart * torch.randn(rows, width, generator=g)
+    lengths = torch.tensor([0, *range(1, rows)])
+    return ref, inf, torch.arange(width) < lengths[:, None]
+
+
+def k3(ref, inf):
+    d = ref.double() - inf.double()
+    return torch.expm1(d) - d
+
+
+def test_drift_is_the_kl_by_age_and_kind():
+    ref, inf, mask = sampled()
+    age = torch.arange(6)[:, None].expand(6, 5) // 2  # 0, 0, 1, 1, 2, 2
+    kinds = torch.tensor([0, 0, 0, 1, 1, 1])
+    drift = drift_values(drift_accumulate(ref, inf, mask, age, kinds=kinds, count=2), 2)
+    assert [row[:4] for row in drift.tokens] == [[1, 2, 0, 0], [0, 3, 9, 0]]
+    expected = k3(ref, inf)
+    for kind in (0, 1):
+        for own in range(3):
+            cell = mask & (age == own) & (kinds == kind)[:, None]
+            assert drift.kl[kind][own] == pytest.approx(float(expected[cell].sum()), abs=1e-8)
+    assert drift.answers == [2, 3] and drift.sampled == [3, 12]
+    assert drift.length() == 3.0 and drift.length(1) == 4.0
+
+
+def test_tokens_without_a_ratio_count_for_the_length_alone():
+    ref, inf, mask = sampled()
+    inf[5, 0], inside = torch.nan, torch.ones(6, 5, dtype=torch.bool)
+    inside[4, 0] = False
+    age = torch.full((6, 5), 3)
+    drift = drift_values(drift_accumulate(ref, inf, mask, age, inside=inside))
+    assert drift.count == 13 and drift.length() == 3.0
+
+
+def test_sums_are_equal_to_the_bit_however_a_batch_is_divided():
+    ref, inf, mask = sampled(rows=12, width=11)
+    age = torch.arange(12)[:, None].expand(12, 11) % 5
+    whole = drift_accumulate(ref, inf, mask, age)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    parts = [drift_accumulate(*(t[own] for t in (ref, inf, mask, age))) for own in order.split(5)]
+    assert torch.equal(torch.stack(parts).sum(0), whole)
+
+
+def test_one_wild_token_is_16_nats_and_old_tokens_are_of_the_last_age():
+    ref, inf, mask = torch.zeros(1, 1), torch.full((1, 1), -50.0), torch.ones(1, 1)
+    drift = drift_values(drift_accumulate(ref, inf, mask, torch.full((1, 1), 10 * AGES)))
+    assert drift.kl[0][AGES - 1] == pytest.approx(16.1, abs=0.1) and drift.tokens[0][AGES - 1] == 1
+
+
+def batch(*cells, answer=10.0, kinds=1):
+    """A Drift of (kind, age, tokens, KL of a token), in answers of `answer` tokens."""
+    tokens = [[0.0] * AGES for _ in range(kinds)]
+    kl = [[0.0] * AGES for _ in range(kinds)]
+    for kind, age, count, each in cells:
+        tokens[kind][age] += count
+        kl[kind][age] += count * each
+    sizes = [sum(row) for row in tokens]
+    return Drift(tokens, kl, sizes, [size / answer for size in sizes])
+
+
+def test_answer_kl_is_of_stale_tokens_above_the_floor_of_their_kind():
+    rule = StepBound(None, ("bf16", "sparse"))
+    rule.scale(0, 1e-3, batch((0, 0, 100, 0.001), (1, 0, 100, 0.05), kinds=2))
+    rule.took(0, 1e-3)
+    _, row = rule.scale(
+        1, 1e-3, batch((0, 1, 50, 0.021), (0, 0, 50, 0.001), (1, 1, 300, 0.06), kinds=2)
+    )
+    assert row["floor@bf16"] == pytest.approx(0.001) and row["floor@sparse"] == pytest.approx(0.05)
+    assert row["answer_kl@bf16"] == pytest.approx(0.01 * 10)
+    assert row["answer_kl@sparse"] == pytest.approx(0.01 * 10)
+    assert row["answer_kl"] == pytest.approx((50 * 0.02 + 300 * 0.01) / 400 * 10)
+    assert "scale" not in row
+
+
+def test_answers_count_as_at_most_128_tokens():
+    rule = StepBound(None)
+    rule.took(0, 1e-3)
+    _, row = rule.scale(1, 1e-3, batch((0, 1, 8000, 0.004), answer=4000.0))
+    assert row["answer_kl"] == pytest.approx(0.004 * 128)
+
+
+def test_state_goes_through_json_to_the_bit():
+    rule = StepBound(0.5, ("a", "b"))
+    for version in range(5):
+        age = min(version, 2)
+        rule.scale(version, 1e-3, batch((0, age, 7, 0.013), (1, age, 9, 0.1), kinds=2))
+        rule.took(version, 1e-3 / (3 + version))
+    other = StepBound(0.5, ("a", "b"))
+    other.load(json.loads(json.dumps(rule.state())))
+    seen = batch((0, 2, 7, 0.03), (1, 1, 9, 0.2), kinds=2)
+    assert other.scale(5, 1e-3, seen) == rule.scale(5, 1e-3, seen)
