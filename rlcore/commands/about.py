@@ -169,6 +169,12 @@ def write_about(run_dir: Path, kernels: Kernels | None, limit: Mapping[str, Any]
     replace_file(run_dir / ABOUT, json.dumps(about(kernels, limit), indent=1) + "\n")
 
 
+def note_in_about(run_dir: Path, **facts: Any) -> None:
+    """Add facts to a run's about.json that are known only once its processes are up."""
+    known = json.loads((run_dir / ABOUT).read_text())
+    replace_file(run_dir / ABOUT, json.dumps(known | facts, indent=1) + "\n")
+
+
 def about(kernels: Kernels | None = None, limit: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """{"machine": {...}, "kernels": {...}, "limit": {...}, "commit": ..., "versions": {...}}. Names
     no host, user or path, since reports are shown to others."""

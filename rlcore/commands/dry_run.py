@@ -305,6 +305,7 @@ def _learner(config: RunConfig) -> list[str]:
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
         *([derived.describe_threads(config)] if spec.device == "cpu" else []),
         *_changed(spec),
+        f"tried on the model only as it starts: {', '.join(spec.shortcuts)}",
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
         *([f"critic: {_settings(config.critic)}"] if config.critic.trained else []),
         *([f"teacher: {_settings(config.teacher)}"] if config.teacher.used else []),
@@ -338,7 +339,7 @@ def _writes(config: RunConfig) -> list[str]:
     when = " and ".join(text for text, on in every.items() if on) or "none while the run goes on"
     files = {
         "config.yaml": "this configuration",
-        "about.json": "machine, commit and versions",
+        "about.json": "machine, commit, versions, shortcuts that were compared",
         "metrics.jsonl": "one row a step",
         "timeline.jsonl": "who worked and who waited in the last steps",
         "checkpoints/": f"{when}, {'and' if spec.at_end else 'not'} at the end; newest {spec.keep}",

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlcore.cluster.process_tuning import short_passes
 from rlcore.commands import derived
-from rlcore.commands.about import kernel_news, limit_facts, run_kernels, write_about
+from rlcore.commands.about import kernel_news, limit_facts, note_in_about, run_kernels, write_about
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
 from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, prepare
@@ -312,6 +312,11 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
                 f"{len(session.fleet.members)} rollout actors and {derived.ranks(config)} learner "
                 f"ranks are up after {time.monotonic() - began:.0f} s"
             )
+            assert session.learner is not None
+            shortcuts = session.learner.shortcuts()
+            for line in shortcuts:
+                note(line)
+            note_in_about(run.folder, shortcuts=shortcuts)
             if start.checkpoint is not None:
                 session.restore(start.checkpoint)
                 prepared.prompts.restore(start.state["prompts"])

@@ -1,21 +1,18 @@
-"""The components of a rank, built from its job: models, engines, the update, companions; and the
-probe that decides whether models may share the positions of common prefixes."""
+"""The components of a rank, built from its job: models, engines, the update, companions, and which
+shortcuts their passes take."""
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlcore.attention.bitwise import WIDTHS, hold, machine_reason
-from rlcore.attention.shared_prefix import accept
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.corrections.shadow import build_shadows
@@ -25,17 +22,25 @@ from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
-from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
+from rlcore.learner.packing import Layout, PassCosts
 from rlcore.learner.policy import Attention, FrozenPolicy, Policy, Replay, load_causal_lm
+from rlcore.learner.probes import (
+    CPU,
+    Verdict,
+    against_layers,
+    against_merging,
+    against_packing,
+    against_replay,
+    against_rule,
+    hold_in_parts,
+    odd_attention,
+    refuse_odd_passes,
+    share_prefixes,
+)
 from rlcore.learner.protocols import Companion, LogProbEstimator, TrainEngine
 from rlcore.learner.ranks import RankReduce, Shards, join_groups, join_ranks
 from rlcore.learner.rounded import RoundedLayers
-from rlcore.learner.sequences import (
-    Reader,
-    TokenSequence,
-    read_next_tokens,
-    read_with_routes,
-)
+from rlcore.learner.sequences import Reader, read_next_tokens, read_with_routes
 from rlcore.learner.sparse_copy import SparseCopy
 from rlcore.learner.specs import (
     ENGINES,
@@ -51,140 +56,6 @@ from rlcore.learner.update import Update
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
 from rlcore.spare_cores import SpareCores
-
-# three answers to one prompt, of which two begin alike; modulo the vocabulary's size
-_PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7), (1, 2, 3, 8, 2, 1, 5))
-_PROMPT = 3
-# shares of the largest hidden state by which the two ways may differ: rounding
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-CPU = torch.device("cpu")
-_ALWAYS = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
-
-
-def share_prefixes(
-    lm: nn.Module,
-    rule: SparseSpec | None = None,
-    *,
-    divided: bool = False,
-    device: torch.device = CPU,
-) -> str | None:
-    """Prepare a model for shared prefixes: loaded with SDPA, or, for a GPU, with torch's
-    variable-length kernel; one that attends by `rule` with block top-k attention beside SDPA.
-
-    Returns None, or the reason why it cannot be prepared and is unchanged. Windows and chunks of
-    attention are found in its configuration, everything else in a pass over a few tokens.
-    `divided`: its parameters are not whole here, so that a small random model of its architecture
-    is tried instead; so too for another `device` than the CPU, where the model will be.
-    """
-    odd = odd_attention(lm)
-    if odd is not None:
-        return odd
-    config: Any = lm.config.get_text_config()  # type: ignore[union-attr, operator]
-    before = config._attn_implementation
-    try:
-        accept(lm)
-        small = divided or device != CPU
-        tried = short_model(lm).to(device) if small else lm
-        difference = _sharing_difference(tried, rule, by_mask=device != CPU)
-    except (RuntimeError, TypeError, ValueError) as e:  # compilers of kernels raise the first
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-    else:
-        if difference <= TOLERANCE[lm.dtype]:  # type: ignore[index]
-            return None
-        reason = f"hidden states differ by {difference:.2g}"
-    lm.set_attn_implementation(before)  # type: ignore[operator]
-    return reason
-
-
-def odd_attention(lm: Any) -> str | None:
-    """Why a model's attention cannot be replaced by one over whole contexts, if so."""
-    config: Any = lm.config.get_text_config()
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    kinds += [k for k in ("sliding_window", "attention_chunk_size") if getattr(config, k, None)]
-    if kinds:
-        return f"not every layer attends to the whole context ({kinds[0]})"
-    if not getattr(lm, "_supports_attention_backend", False):
-        return f"{type(lm).__name__} has an attention of its own"
-    return None
-
-
-def short_model(lm: Any) -> nn.Module:
-    """A random model of the same architecture with at most two layers, attending alike."""
-    config = copy.deepcopy(lm.config)
-    config.num_hidden_layers = min(2, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return type(lm)(config).to(lm.dtype)
-
-
-@torch.no_grad()
-def _sharing_difference(lm: nn.Module, rule: SparseSpec | None, *, by_mask: bool) -> float:
-    """Largest difference of a probe's hidden states, as a share of the largest of them."""
-    policy = Policy(lm, rule)
-    episodes, device = probe(policy), policy.head.weight.device
-    costs = replace(_ALWAYS, by_mask=by_mask)
-    (plain_rows,) = pack(episodes, 1000, "sorted", device=device)
-    (shared_row,) = pack(episodes, 1000, "sorted", device=device, costs=costs)
-    with _training(lm):
-        plain, shared = _states(policy, plain_rows), _states(policy, shared_row)
-    return float((plain - shared).abs().max() / plain.abs().max())
-
-
-def probe(policy: Policy) -> list[EpisodeTokens]:
-    """Three short answers to one prompt, of tokens that the policy has."""
-    tokens = [[t % policy.head.weight.shape[0] for t in s] for s in _PROBE]
-    return [(TokenSequence.of_answer(s[:_PROMPT], s[_PROMPT:]),) for s in tokens]
-
-
-def _states(policy: Policy, mb: MicroBatch) -> Tensor:
-    """Hidden states [3, T, D] in the order of the probe's sequences."""
-    dense = mb.dense(policy.hidden(mb), max(map(len, _PROBE)))
-    return dense[mb.episodes.argsort()]
-
-
-@contextmanager
-def _training(lm: nn.Module) -> Iterator[None]:
-    """In training mode, as the model will run, so that random operations show as a difference."""
-    was = lm.training
-    lm.train()
-    try:
-        yield
-    finally:
-        lm.train(was)
-
-
-SplitAttention = Callable[[Any, Shards], None]
-KEY = "learner.sequence_parallel"
-
-
-def hold_in_parts(lm: Any, shards: Shards, split: SplitAttention, device: torch.device) -> None:
-    """Prepare a model, whose attention is set, for parts of sequences, in place. Collective. Raises
-    UserError for a model that cannot be split: a pass over a few tokens of a random model of its
-    kind shows operations outside of attention that read other positions.
-    """
-    reason = odd_attention(lm)
-    if reason is None:
-        plain = short_model(lm).to(device)
-        split(lm, shards)
-        difference = _split_difference(plain, short_model(lm).to(device), shards)
-        if difference > TOLERANCE[lm.dtype]:
-            reason = f"its hidden states would differ by {difference:.2g}"
-    if reason is not None:
-        raise UserError.choice(KEY, shards.count, ("1",), f"of this model, {reason}")
-
-
-@torch.no_grad()
-def _split_difference(plain: Any, parts: Any, shards: Shards) -> float:
-    """Largest difference of a probe's hidden states, as a share of the largest of them."""
-    whole, own = Policy(plain), Policy(parts, shards=shards)
-    (rows,) = pack(probe(whole), 1000, "sorted", device=whole.head.weight.device)
-    expected = whole.hidden(rows)
-    mine = shards.tokens(shards.padded(rows))
-    found = shards.joined(own.hidden(rows), mine, len(rows.targets))
-    return float((found - expected).abs().max() / expected.abs().max())
-
 
 _UNDIVIDED = "this learner.engine computes whole layers"
 logger = logging.getLogger(__name__)
@@ -204,6 +75,7 @@ class RankParts:
     most: int  # positions of a micro-batch
     read: Reader  # how the models read a record
     estimator: LogProbEstimator | None  # of their log-probs; None: these are exact
+    verdicts: tuple[Verdict, ...]  # on the shortcuts that the passes might take
 
 
 def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
@@ -249,18 +121,18 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
     if (spare := _spare_cores(job)) is not None:
         models.follow_load(spare)  # last: engines remember the threads that they were built with
-    layout = _layout(spec, models.attention)
     return RankParts(
         reduce,
         engine,
         update,
         tuple(companions),
-        layout,
+        models.layout,
         models.costs,
         models.tight,
         models.most,
         reader_of(job) if estimator is None else estimator.read,
         estimator,
+        tuple(models.verdicts.values()),
     )
 
 
@@ -315,6 +187,9 @@ class _Models:
         self.costs: PassCosts | None = None
         self.tight: PassCosts | None = None
         self.most = 0  # positions of a micro-batch, once the policy is loaded
+        #: of the micro-batches of all models
+        self.layout = _layout(job.learner, self.attention)
+        self.verdicts: dict[str, Verdict] = {}  # by shortcut
         self._loaded: list[nn.Module] = []
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
         self._rule = None if job.learner.distill is not None else job.sparse
@@ -386,7 +261,9 @@ class _Models:
         if rounded and self._spec.fp8 != "none":
             float8_layers(lm, self._spec.fp8, emulate=self._device == CPU)
         if self._spec.layers == "compiled":
-            compiled_layers(lm, self._device)
+            compile_them = partial(compiled_layers, device=self._device)
+            self._require_layers(lm, compile_them)
+            compile_them(lm)
         return Policy(lm, rule, replay, self._shards, layers)
 
     def _trained(
@@ -399,11 +276,18 @@ class _Models:
         key: str,
     ) -> Policy:
         if lora is not None:
+            if lora.publish == "merged":
+                reason = against_merging(lm, lora, self._device)
+                self._require(f"{key}.publish=merged", reason, f"{key}.publish=adapter")
             add_adapters(lm, lora, seed=derive_seed(self._job.run_seed, seed), key=key)
         if self._spec.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         # the frozen policy replays none: it chooses its own experts
-        replay = Replay(lm) if self._spec.router_replay else None
+        replay = None
+        if self._spec.router_replay:
+            reason = against_replay(lm, self._device)
+            self._require("learner.router_replay=true", reason, "learner.router_replay=false")
+            replay = Replay(lm)
         return self._ready(lm.train(), rule, replay, rounded=True)
 
     def _may_share(self) -> bool:
@@ -439,6 +323,7 @@ class _Models:
         reason = share_prefixes(lm, rule, divided=divided, device=self._device)
         if reason is not None:
             logger.info("learner.share_prefix=auto computes every prompt anew: %s", reason)
+        self._note("learner.share_prefix=auto", reason)
         return reason is None
 
     def _load(self, path: str, rule: SparseSpec | None) -> nn.Module:
@@ -450,7 +335,10 @@ class _Models:
             split=self._split,
             device=self._device,
         )
+        if self._job.diffusion is None:
+            self._probe(lm, path, rule)
         if self._spec.layers == "liger":
+            self._require_layers(lm, liger_layers)
             liger_layers(lm)
         elif self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
             own_norms(lm)
@@ -458,6 +346,43 @@ class _Models:
             _hold_bitwise(lm, self._job.bitwise_positions)
         self._loaded.append(lm)
         return lm
+
+    def _probe(self, lm: nn.Module, path: str, rule: SparseSpec | None) -> None:
+        """Compare what every pass of a causal model relies on with the plain way. Raises UserError
+        for what was asked for and is wrong."""
+        divided, device = self._split is not None, self._device
+        refuse_odd_passes(lm, path, divided=divided, device=device)
+        if rule is not None and device == CPU:
+            reason = against_rule(lm, rule)
+            self._require("sparse attention", reason, "actors and a learner that attend densely")
+        if self.layout == "packed":
+            reason = against_packing(lm, rule, divided=divided, device=device)
+            if self._spec.layout == "packed":
+                self._require("learner.layout=packed", reason, "learner.layout=sorted")
+            elif reason is not None:
+                logger.info("learner.layout=auto computes a sequence a row: %s", reason)
+                self.layout = "sorted"
+            self._note("learner.layout=packed", reason)
+
+    def _require_layers(self, lm: nn.Module, change: Callable[[nn.Module], object]) -> None:
+        reason = against_layers(lm, change, self._device)
+        self._require(f"learner.layers={self._spec.layers}", reason, "learner.layers=torch")
+
+    def _require(self, shortcut: str, reason: str | None, instead: str) -> None:
+        """Raise UserError for a shortcut that was asked for and fails its comparison."""
+        if reason is not None:
+            raise UserError(
+                f"{shortcut} is wrong for model.path={self._job.model_path}, which was tried both "
+                f"ways on a few tokens: {reason}; use {instead}."
+            )
+        self._note(shortcut, None)
+
+    def _note(self, shortcut: str, reason: str | None) -> None:
+        """Keep a verdict; the first against a shortcut stands, since all models share it."""
+        before = self.verdicts.get(shortcut)
+        if before is None or before.taken:
+            found = reason or "equal to the plain way up to rounding"
+            self.verdicts[shortcut] = Verdict(shortcut, reason is None, found)
 
     def follow_load(self, spare: SpareCores) -> None:
         """Have the passes of all models loaded so far set the number of threads."""

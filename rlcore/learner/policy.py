@@ -22,6 +22,8 @@ from rlcore.interfaces import Reduce
 from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.ranks import Shards
+from rlcore.learner.recurrent import ARGUMENT as ROWS
+from rlcore.learner.recurrent import SequenceRows, separate
 from rlcore.learner.rounded import RoundedLayers
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.models.folder import register_architecture, without_dropout
@@ -51,6 +53,7 @@ class Replay:
     def __init__(self, lm: nn.Module) -> None:
         """Raises ValueError for a model without a router that this can replay."""
         self._now: dict[nn.Module, Tensor | None] = {}  # of each router, in the pass that runs
+        self.routers: dict[int, nn.Module] = {}  # by the index of their layer
         self._differing: Tensor | int = 0
         self._pairs: Tensor | int = 0
         for index, layer in enumerate(lm.base_model.layers):  # type: ignore[union-attr, arg-type]
@@ -62,6 +65,7 @@ class Replay:
             if router is not None:
                 router.register_forward_hook(self._choose)
                 self._now[router] = None
+                self.routers[index] = router
         if not self._now:
             raise ValueError(f"{type(lm).__name__} has no router whose choices can be replayed")
 
@@ -239,6 +243,7 @@ class Policy(nn.Module):
         self.sparse = sparse
         self.shards = shards
         self.replay = replay
+        self.recurrent = separate(lm)
         self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator]
 
     def hidden(self, mb: MicroBatch) -> Tensor:
@@ -246,9 +251,9 @@ class Policy(nn.Module):
         knows one temperature, then gives log-probs at the one that sampled the token. With
         `shards`, [n, D] for the tokens predicted on this rank."""
         if self.shards is None:
-            return self._hidden(mb, self._attending(mb))
+            return self._hidden(mb, self.attending(mb))
         whole = self.shards.padded(mb)
-        return self._hidden(self.shards.own(whole), self._attending(whole))
+        return self._hidden(self.shards.own(whole), self.attending(whole))
 
     def _hidden(self, mb: MicroBatch, attending: dict[str, Any]) -> Tensor:
         base = self.lm.base_model
@@ -264,8 +269,16 @@ class Policy(nn.Module):
         predicting: Tensor = states.flatten(0, 1).index_select(0, mb.predict)
         return predicting if mb.sharper is None else predicting * mb.sharper[:, None]
 
+    def attending(self, mb: MicroBatch) -> dict[str, Any]:
+        """What the layers are told of a micro-batch's sequences beside their positions, made once
+        for all of them: arguments of the model's forward pass."""
+        rows = None
+        if self.recurrent and mb.shared is None:
+            rows = SequenceRows.of(mb.position_ids)
+        told = {} if rows is None else {ROWS: rows}
+        return told | self._attending(mb)
+
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
-        """Make the inputs of attention for a micro-batch, once for all layers."""
         if mb.segments is not None:
             return {"segments": mb.segments}
         name: Any = self.lm.config._attn_implementation  # type: ignore[union-attr]

@@ -141,6 +141,7 @@ class LearnerRank(RankState):
         self._update = parts.update
         self._reduce = parts.reduce
         self._layout = parts.layout
+        self.verdicts = parts.verdicts
         self._costs, self._tight = parts.costs, parts.tight
         self._most = parts.most
         self._read = parts.read

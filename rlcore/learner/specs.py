@@ -305,7 +305,9 @@ class LearnerSpec(OptimizerSpec):
         unit="tokens",
     )
     layout: Literal["auto", "packed", "sorted"] = setting(
-        "auto", "auto: packed with a variable-length kernel, else sorted"
+        "auto",
+        "auto: packed with a variable-length kernel where that changes nothing on the run's model, "
+        "else sorted",
     )
     share_prefix: Literal["auto", "off"] = setting(
         "auto",
@@ -380,6 +382,21 @@ class LearnerSpec(OptimizerSpec):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         return "cuda" if self.num_gpus else "cpu"
+
+    @property
+    def shortcuts(self) -> tuple[str, ...]:
+        """What the learner tries on its model as it starts (`learner/probes.py`)."""
+        named = {
+            "repeated passes and the LM head": True,
+            "layout": self.layout == "packed" or (self.layout == "auto" and self.device == "cuda"),
+            "share_prefix": self.share_prefix == "auto",
+            f"layers={self.layers}": self.layers != "torch",
+            "router_replay": self.router_replay,
+            "sequence_parallel": self.sequence_parallel > 1,
+            "sparse attention": self.train_sparse or self.distill is not None,
+            "merged adapters": self.lora is not None and self.lora.publish == "merged",
+        }
+        return tuple(name for name, used in named.items() if used)
 
     @property
     def shares(self) -> int:

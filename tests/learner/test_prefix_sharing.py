@@ -26,11 +26,11 @@ from rlcore.attention.shared_prefix import SharedTree
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import build
 from rlcore.learner.batch import PolicyScores
-from rlcore.learner.build import share_prefixes
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import PassCosts, PrefixTree, pack
 from rlcore.learner.policy import Policy, load_causal_lm
+from rlcore.learner.probes import share_prefixes
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LoraSpec
 from rlcore.types import TokenScores

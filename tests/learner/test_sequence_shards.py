@@ -8,9 +8,9 @@ from learner_helpers import PlainEngine, make_groups
 
 from rlcore.errors import UserError
 from rlcore.learner.batch import build_batch
-from rlcore.learner.build import hold_in_parts
 from rlcore.learner.engines.model_parallel import split_attention
 from rlcore.learner.packing import dummy, pack
+from rlcore.learner.probes import hold_in_parts
 from rlcore.learner.ranks import Shards
 from rlcore.learner.specs import LearnerSpec
 

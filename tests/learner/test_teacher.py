@@ -25,10 +25,10 @@ from learner_helpers import (
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
 from rlcore.learner.batch import StepBatch, build_batch, recorded_scores
-from rlcore.learner.build import share_prefixes
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import FrozenPolicy
+from rlcore.learner.probes import share_prefixes
 from rlcore.learner.teacher import Teacher
 from rlcore.learner.update import StepGradient, Update
 from rlcore.objectives.distillation import divergence

@@ -324,6 +324,10 @@ class RayLearner(LearnerClient):
             refs = group.ask("load", own)
             group.answers_now(refs, f"the {group.title} to load its checkpoint")
 
+    def shortcuts(self) -> list[str]:
+        """What the ranks found of the shortcuts that they might take, a sentence each."""
+        return list(self.policy.answers_now(self.policy.ask("shortcuts"), "its shortcuts")[0])
+
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder, and every companion beneath it. Blocks."""
         for group in self._groups:
