@@ -16,6 +16,7 @@ from ray.exceptions import (
 )
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
+from rlcore.reasons import message_of, reason
 
 # errors of calls to a dead process; the second if it was bound to a node which is gone
 DEAD = (RayActorError, ActorUnschedulableError)
@@ -76,7 +77,7 @@ def _alive(ref: Any, what: str) -> None:
 
 
 def _lost(e: Exception, what: str) -> RoleLost:
-    return RoleLost(f"{what}: the process died: {last_line(str(getattr(e, 'cause', None) or e))}")
+    return RoleLost(f"{what}: the process died: {message_of(str(getattr(e, 'cause', None) or e))}")
 
 
 def _cause(e: RayTaskError, what: str) -> Exception:
@@ -85,7 +86,7 @@ def _cause(e: RayTaskError, what: str) -> Exception:
         return type(cause)(*cause.args)
     if isinstance(cause, DEAD):
         return RoleLost(f"a process that {what} depended on died")
-    return StageError(f"{what} failed: {type(cause or e).__name__}: {last_line(str(cause or e))}")
+    return StageError(f"{what} failed: {reason(cause or e)}")
 
 
 def kill(handle: Any, *, no_restart: bool = True) -> None:
@@ -93,9 +94,3 @@ def kill(handle: Any, *, no_restart: bool = True) -> None:
     refuses to; its actors end by themselves."""
     with contextlib.suppress(RayError):
         ray.kill(handle, no_restart=no_restart)
-
-
-def last_line(text: str) -> str:
-    """The last non-empty line, which is the message of a remote traceback."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "(no message)"

@@ -17,10 +17,10 @@ import ray
 from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from rlcore.cluster.calls import last_line
 from rlcore.cluster.specs import RaySpec, joined_address
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.patching import Patch
+from rlcore.reasons import message_of, reason
 
 MIB = 2**20
 STDERR = "rlcore"  # the handler of what processes write
@@ -100,12 +100,12 @@ def cluster(
         if address is None:
             raise
         raise UserError(
-            f"cluster.address={address} is not accepted ({last_line(str(e))}): give HOST:PORT of a "
-            "cluster, auto, or null for one of this run's own."
+            f"cluster.address={address} is not accepted ({message_of(str(e))}): give HOST:PORT of "
+            "a cluster, auto, or null for one of this run's own."
         ) from e
     except (ConnectionError, TimeoutError) as e:
         raise UserError(
-            f"cluster.address={address} does not answer: {str(e).splitlines()[0]}."
+            f"cluster.address={address} does not answer: {message_of(str(e))}."
         ) from e
     except SystemExit as e:
         # a SIGTERM while Ray started: its own handler, which is in place by then, exits
@@ -261,7 +261,7 @@ def _start_local(own: list[int], **settings: Any) -> None:
         except Exception as e:  # Ray raises a bare one here
             ray.shutdown()
             if last or "timed out during startup" not in str(e):
-                raise StageError(f"Ray did not start on this machine: {last_line(str(e))}") from e
+                raise StageError(f"Ray did not start on this machine: {reason(e)}") from e
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.errors import UserError
 from rlcore.learner.engines.patches import NORM, ROTARY_LLAMA, ROTARY_QWEN3, SWIGLU
+from rlcore.reasons import message_of
 
 _EPSILONS = ("variance_epsilon", "eps")  # what transformers' norms call it
 _PROBE = (5, 24)  # rows and width of the input that a kind of norm is tried with
@@ -207,7 +208,7 @@ def compiled_layers(lm: nn.Module, device: torch.device) -> int:
     try:
         torch.compile(torch.Tensor.sin, dynamic=True)(torch.zeros(2, device=device))
     except (RuntimeError, ImportError, OSError) as e:
-        said = str(e).strip().partition("\n")[0]
+        said = message_of(str(e))
         raise UserError(
             "learner.layers=compiled needs torch's compiler, which fails on this learner's "
             f"{device.type} ({said}): install a C++ compiler (for GPUs, triton), or use "

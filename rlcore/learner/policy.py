@@ -27,6 +27,7 @@ from rlcore.learner.recurrent import SequenceRows, separate
 from rlcore.learner.rounded import RoundedLayers
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.models.folder import register_architecture, without_dropout
+from rlcore.reasons import message_of
 from rlcore.types import TokenScores
 
 NONE = -1  # in place of experts: the token's are chosen by the learner itself
@@ -162,11 +163,11 @@ def load_causal_lm(
                 use_safetensors=True,  # another format would be unpickled
             )
     except OSError as e:
-        reason = str(e).splitlines()[0]
-        raise UserError(f"model.path={path} holds no loadable model: {reason}") from e
+        said = message_of(str(e))
+        raise UserError(f"model.path={path} holds no loadable model: {said}") from e
     except ImportError as e:
-        reason = str(e).splitlines()[0]
-        raise UserError.choice("learner.attention", attention, ("sdpa",), reason) from e
+        said = message_of(str(e))
+        raise UserError.choice("learner.attention", attention, ("sdpa",), said) from e
     _refuse_odd_head(path, lm)
     return lm
 

@@ -27,6 +27,7 @@ from rlcore.learner.policy import NONE, Policy, Replay
 from rlcore.learner.ranks import Shards
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LoraSpec
+from rlcore.reasons import reason as reason_of
 
 # three answers to one prompt, of which two begin alike; modulo the vocabulary's size
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7), (1, 2, 3, 8, 2, 1, 5))
@@ -58,11 +59,6 @@ def differing(lm: Any, difference: float) -> str | None:
     if difference <= TOLERANCE[lm.dtype]:
         return None
     return f"hidden states differ by {difference:.2g}"
-
-
-def failure(e: Exception) -> str:
-    """The first line of an exception, or its kind."""
-    return str(e).splitlines()[0] if str(e) else type(e).__name__
 
 
 def apart(found: Tensor, plain: Tensor) -> float:
@@ -173,7 +169,7 @@ def against_packing(
         plain = states_of(policy, laid_out(policy))
         return differing(lm, apart(states_of(policy, laid_out(policy, "packed")), plain))
     except _FAILURES as e:
-        return failure(e)
+        return reason_of(e)
 
 
 # ---- shared prefixes -----------------------------------------------------------------------------
@@ -204,7 +200,7 @@ def share_prefixes(
         costs = replace(_ALWAYS, by_mask=device != CPU)
         reason = differing(lm, apart(states_of(policy, laid_out(policy, costs=costs)), plain))
     except _FAILURES as e:
-        reason = failure(e)
+        reason = reason_of(e)
     if reason is not None:
         lm.set_attn_implementation(before)  # type: ignore[operator]
     return reason
@@ -305,7 +301,7 @@ def against_layers(
         change(small)
         return differing(lm, apart(states_of(Policy(small), mb), plain))
     except _FAILURES as e:
-        return failure(e)
+        return reason_of(e)
 
 
 def against_rule(lm: Any, rule: SparseSpec) -> str | None:
@@ -323,7 +319,7 @@ def against_rule(lm: Any, rule: SparseSpec) -> str | None:
         if reason is None and differing(lm, few_kept) is None:
             reason = "its layers attend to everything, whatever the rule keeps"
     except _FAILURES as e:
-        reason = failure(e)
+        reason = reason_of(e)
     return reason
 
 

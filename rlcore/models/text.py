@@ -13,6 +13,7 @@ import numpy as np
 
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec
+from rlcore.reasons import message_of
 from rlcore.types import Message
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTo
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as e:
         raise UserError(
-            f"{key}={path} holds no readable tokenizer: {str(e).splitlines()[0]}"
+            f"{key}={path} holds no readable tokenizer: {message_of(str(e))}"
         ) from e
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
+from rlcore.reasons import message_of
 from rlcore.types import WeightManifest
 from rlcore.weights.arrival import FINISH, Arrival
 from rlcore.weights.sending import Receivers, Sending
@@ -157,7 +158,7 @@ class BroadcastGroup:
         except RuntimeError as e:
             raise DeadlineExceeded(
                 f"a weight broadcast did not end within {self._timeout.total_seconds():g} s "
-                f"(schedule.publish_timeout_s) or a rank was lost: {str(e).splitlines()[0]}"
+                f"(schedule.publish_timeout_s) or a rank was lost: {message_of(str(e))}"
             ) from e
 
 

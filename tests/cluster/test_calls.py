@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pydantic
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, AuthenticationError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnschedulableError,
+    AuthenticationError,
+    RayTaskError,
+)
 
 from rlcore.cluster.calls import call, kill
 from rlcore.cluster.clients.buffer import RayBuffer
-from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 
 
 async def failing(failure):
@@ -24,6 +30,19 @@ def test_a_process_that_died_or_whose_node_is_gone_is_lost(failure):
         asyncio.run(
             call(failing(failure), timeout_s=5, what="a heartbeat", key="k", who="the graders")
         )
+
+
+def test_a_failed_call_keeps_the_message_of_another_library():
+    """Pydantic's last line is the address of a page."""
+
+    class Width(pydantic.BaseModel):
+        width: int
+
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Width(width="x")
+    failed = RayTaskError("start", "Traceback (most recent call last):\n ...", caught.value)
+    with pytest.raises(StageError, match=r"actor bf16-0 to start failed: .*Width.width: Input"):
+        asyncio.run(call(failing(failed), timeout_s=5, what="actor bf16-0 to start", key="k"))
 
 
 def test_a_call_that_takes_too_long_names_its_key():

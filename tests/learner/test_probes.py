@@ -175,7 +175,7 @@ def test_windows_shorter_than_a_probe_are_tried():
     [
         ("granite", {"logits_scaling": 8.0}, "not one product"),
         ("gemma2", {"final_logit_softcapping": 3.0}, "not one product"),
-        ("phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.5}, "two passes over the same tokens differ"),
+        ("phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.5}, "two passes .* differ"),
         ("qwen3", {}, None),
         ("gemma3_text", {}, None),
     ],
