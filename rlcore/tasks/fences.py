@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 OPENING = re.compile(r"(.*?)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#.-]*)[^`]*")
 PYTHON = re.compile(r"(?:python|py)[\d.]*|ipython\d*|python-repl", re.IGNORECASE)
+BYTE_ORDER_MARK = re.compile("^\ufeff", re.MULTILINE)  # which a file of Python may begin with
 MOST_ENDS = 30  # of one block that are tried
 
 
@@ -34,6 +35,7 @@ def find_program(response: str, names: Collection[str] = ()) -> tuple[str, bool]
     does; else the last that is tagged as Python, else the last untagged one that does more than
     state a value, else the last; else the whole response.
     """
+    response = BYTE_ORDER_MARK.sub("", response)
     blocks = fenced_blocks(response.replace("\r\n", "\n").replace("\r", "\n"))
     untagged = [block for block in blocks if not block.tag]
     tagged = [block for block in blocks if block.python]

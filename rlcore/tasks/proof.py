@@ -104,13 +104,13 @@ def proven(sandbox: Sandbox, reference: str | None, tests: ProgramTests) -> RowP
     """RowProof of a row whose tests call functions; `reference` None: by the mutant alone."""
     effects = reference is None
     if reference is not None:
-        outcome = _patiently(sandbox, reference, tests)
+        outcome = patiently(sandbox, reference, tests)
         if not outcome.passed:
             effects = True
             with_effects = ProgramTests(
                 tests.source, tests.names, tests.classes, tests.imports, effects=True
             )
-            if not _patiently(sandbox, reference, with_effects).passed:
+            if not patiently(sandbox, reference, with_effects).passed:
                 return RowProof(f"its reference fails: {outcome.why.splitlines()[0]}")
             tests = with_effects
         elif not outcome.calls:
@@ -123,7 +123,7 @@ def proven(sandbox: Sandbox, reference: str | None, tests: ProgramTests) -> RowP
     return RowProof(effects=effects)
 
 
-def _patiently(sandbox: Sandbox, program: str, tests: ProgramTests) -> Outcome:
+def patiently(sandbox: Sandbox, program: str, tests: ProgramTests) -> Outcome:
     """Run a reference, and once more if it was too slow, which may be due to a busy machine."""
     outcome = sandbox.run(program, tests)
     return sandbox.run(program, tests) if outcome.why.startswith("time limit") else outcome

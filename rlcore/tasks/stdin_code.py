@@ -18,92 +18,18 @@ from rlcore.tasks.code import CodeTask, own_frames
 from rlcore.tasks.fences import find_program
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RowError, pick, pick_text
-from rlcore.tasks.sandbox import Outcome, ProgramTests, Sandbox
+from rlcore.tasks.sandbox import ProgramTests, Sandbox, available
 from rlcore.types import Grade, Item
 
-# Runs in the program's process: `answer` runs the whole program on one input, which it finds at
-# descriptor 0 and as sys.stdin, and returns what it writes to descriptor 1 and sys.stdout.
-HARNESS = """
-import os, sys, threading
-source, most = {source!r}, {most}
-code = compile(source, "<program>", "exec", dont_inherit=True)
-
-def answer(text):
-    with open("input", "wb") as file:
-        file.write(text.encode())
-    kept = [os.dup(0), os.dup(1)]
-    streams = sys.stdin, sys.stdout
-    for fd, name, how in ((0, "input", os.O_RDONLY), (1, "output", os.O_RDWR | os.O_CREAT)):
-        at = os.open(name, how | (os.O_TRUNC if fd else 0))
-        os.dup2(at, fd)
-        os.close(at)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-    try:
-        exec(code, {{"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}})
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise RuntimeError(f"exit code {{ended.code}}") from None
-    finally:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread():
-                thread.join()
-        sys.stdout.flush()
-        sys.stdin, sys.stdout = streams
-        for fd in (0, 1):
-            os.dup2(kept[fd], fd)
-            os.close(kept[fd])
-    if os.path.getsize("output") > most:
-        raise OverflowError(f"more than {{most}} bytes of output")
-    with open("output", "rb") as file:
-        return file.read().decode(errors="replace")
-"""
-# Runs in the judge.
+# Run in the judge; `answer` is the sandbox's.
 TESTS = """
-import math
-cases, function, tolerance = {cases!r}, {function!r}, {tolerance!r}
-
-def number(token):
-    try:
-        return int(token)
-    except ValueError:
-        try:
-            return float(token)
-        except ValueError:
-            return None
-
-def same_token(expected, found):
-    if expected == found:
-        return True
-    a, b = number(expected), number(found)
-    if a is None or b is None or (type(a) is int and type(b) is int):
-        return a is not None and a == b
-    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
-
-def same_value(expected, found):
-    if isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
-        return len(expected) == len(found) and all(map(same_value, expected, found))
-    if type(expected) is float or type(found) is float:
-        numbers = all(type(v) in (int, float) for v in (expected, found))
-        return numbers and math.isclose(expected, found, rel_tol=tolerance, abs_tol=tolerance)
-    return type(expected) is type(found) and expected == found
-
-def same_output(expected, found):
-    if type(found) is not str:
-        return False
-    expected, found = expected.split(), found.split()
-    return len(expected) == len(found) and all(map(same_token, expected, found))
-
-passed = 0
-for given, accepted in cases:
-    try:
-        found = {call}
-        passed += any((same_value if function else same_output)(a, found) for a in accepted)
-    except Exception:
-        continue
-assert passed == len(cases), f"passed {{passed}} of {{len(cases)}} tests"
+from sandbox import outputs
+cases = {cases!r}
+def result(given):
+    return {call}
+outputs.judge(result, cases, outputs.{same}, {tolerance!r})
 """
 PASSED = re.compile(r"AssertionError: passed (\d+) of (\d+) tests")
-MOST_OUTPUT = 4 << 20  # bytes of one test
 MOST_UNPACKED = 1 << 30  # bytes of a row's tests
 
 
@@ -113,10 +39,11 @@ class StdinCode(CodeTask):
     tests are compressed. tests_field may name several columns, whose tests are joined. The
     function of a row without "fn_name" is at function_field, where it has that.
 
-    Outputs are compared by their tokens, numbers with `tolerance`; an output that is a list of
-    texts names several that are accepted. A program has timeout_s seconds for all its tests.
-    partial_credit: the reward is the share of tests passed; a program that exceeds a limit or ends
-    its process has none.
+    A program that reads and prints runs in a process of its own for each test. Outputs are compared
+    by their tokens, numbers with a point with `tolerance`; an output that is a list of texts names
+    several that are accepted. A program has timeout_s seconds for all its tests.
+    partial_credit: the reward is the share of tests passed; a program that exceeds a limit has
+    none.
     """
 
     name = "stdin_code"
@@ -136,6 +63,13 @@ class StdinCode(CodeTask):
             raise ArgumentError("partial_credit", partial_credit, "is not true or false.")
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance < 0:
             raise ArgumentError("tolerance", tolerance, "is not accepted: give a number from 0 on.")
+        if not {"tmpfs", "landlock"} & set(available()):
+            raise ArgumentError(
+                "confinement",
+                other.get("confinement", "full"),
+                "does not help here: a program writes its output to a file, which needs tmpfs or "
+                "landlock, and this machine has neither; grade on another machine.",
+            )
         self._partial = partial_credit
         self._tolerance = float(tolerance)
         self._tests_fields = [tests_field] if isinstance(tests_field, str) else list(tests_field)
@@ -170,53 +104,48 @@ class StdinCode(CodeTask):
             pick_text(row, question),
             solution or "",
             None if solution is None else f"```python\n{solution.strip()}\n```",
-            {"tests": self._tests(cases, function, solution or ""), "function": function},
+            {"tests": self._tests(cases, function, solution or "")},
         )
 
     def _tests(self, cases: list[Any], function: str, solution: str) -> ProgramTests:
         method = "class Solution" in solution or not solution
-        call = "answer(given)"
-        names: tuple[str, ...] = ("answer",)
-        classes: tuple[str, ...] = ()
+        call, same = "answer(given)", "same_output"
         if function:
             own = f"Solution().{function}" if method else function
-            call = f"{own}(*given)"
-            names = ("Solution" if method else function,)
-            classes = ("Solution",) if method else ()
-        source = TESTS.format(cases=cases, function=function, tolerance=self._tolerance, call=call)
-        return ProgramTests(source, names, classes)
+            call, same = f"{own}(*given)", "same_value"
+        source = TESTS.format(cases=cases, call=call, same=same, tolerance=self._tolerance)
+        if not function:
+            return ProgramTests(source, script=True)
+        names = ("Solution" if method else function,)
+        return ProgramTests(source, names, ("Solution",) if method else ())
 
     def claim(self, record: Record) -> proof.Claim:
-        tests, function = record.meta["tests"], record.meta["function"]
-        reference = record.answer or None
-        content = json.dumps([HARNESS, asdict(self._limits), reference, asdict(tests)])
+        tests, reference = record.meta["tests"], record.answer or None
+        content = json.dumps([asdict(self._limits), reference, asdict(tests)])
 
         def check(sandbox: Sandbox) -> proof.RowProof:
-            if function:
+            if not tests.script:
                 return proof.proven(sandbox, reference, tests)
-            if reference is not None and not self._run(sandbox, reference, record.meta).passed:
-                return proof.RowProof("its reference fails its tests")
-            if self._run(sandbox, "pass", record.meta).passed:
+            if reference is not None:
+                outcome = proof.patiently(sandbox, reference, tests)
+                if not outcome.passed:
+                    return proof.RowProof(f"its reference fails: {outcome.why.splitlines()[0]}")
+            if sandbox.run("pass", tests).passed:
                 return proof.RowProof("its tests pass a program that prints nothing")
             return proof.RowProof()
 
         return proof.Claim(content, check)
 
-    def _run(self, sandbox: Sandbox, program: str, meta: Mapping[str, Any]) -> Outcome:
-        if not meta["function"]:
-            program = HARNESS.format(source=program, most=MOST_OUTPUT)
-        return sandbox.run(program, meta["tests"])
-
     def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
         tests = item.meta["tests"]
-        program, fenced = find_program(response, tests.names if item.meta["function"] else ())
+        program, fenced = find_program(response, tests.names)
         try:
-            outcome = self._run(self._started(), program, item.meta)
+            outcome = self._started().run(program, tests)
         except BaseException:
             self._sandbox = None  # it has closed itself
             raise
         passed = outcome.passed and bool(outcome.calls)
-        counted = PASSED.fullmatch(outcome.why)
+        counted = PASSED.match(outcome.why)
         share = int(counted[1]) / int(counted[2]) if counted else float(passed)
         grade = weighted(passed, fenced, self._format_reward, passed=share)
         if self._partial:

@@ -17,7 +17,8 @@ from timing import deadline, wait_for_end
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
 from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError
-from rlcore.tasks.sandbox.server import LATE, Clock
+from rlcore.tasks.sandbox.clock import Clock, Tally
+from rlcore.tasks.sandbox.server import LATE
 
 pytestmark = pytest.mark.processes
 
@@ -239,7 +240,11 @@ def test_no_network(sandbox):
             f"socket.socket(socket.AF_UNIX).connect('\\0rlcore-{os.getpid()}')",
             "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
             "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
-            "socket.socketpair()",
+            "socket.socketpair(socket.AF_INET)",
+            "socket.socketpair()[0].sendto(b'.', '\\0rlcore')",
+            "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'.', 'x')",
+            "socket.socketpair()[0].sendmsg([b'.'])",
+            "socket.socketpair()[0].recvmsg(1)",
             "socket.getaddrinfo('localhost', 80) and socket.create_server(('', 0))",
             "syscall(425, 8, bytes(120))",  # io_uring_setup
         )
@@ -412,7 +417,7 @@ def test_cpu_seconds_of_all_threads_count(hasty):
 
 def test_time_without_a_cpu_is_not_charged(monkeypatch):
     waited = {}
-    monkeypatch.setattr("rlcore.tasks.sandbox.server._delay", lambda pid: waited.get(pid, 5.0))
+    monkeypatch.setattr("rlcore.tasks.sandbox.clock.delay", lambda pid: waited.get(pid, 5.0))
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         waited[sleeper.pid] = 0.0
@@ -425,6 +430,21 @@ def test_time_without_a_cpu_is_not_charged(monkeypatch):
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_a_program_is_charged_for_its_processes_and_not_for_their_waits(monkeypatch):
+    runner, child, judge = 5_000_001, 5_000_002, 5_000_003  # numbers that no process has
+    waits = {runner: 1.0, child: 60.0, judge: 5.0}
+    monkeypatch.setattr("rlcore.tasks.sandbox.clock.delay", waits.__getitem__)
+    tally = Tally()
+    clock = Clock(runner, judge, tally)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 100.0)
+    for running, cpu_s, charged in ((0, 2.0, 89), (child, 2.0, 29), (child, 50.0, 50)):
+        tally.write(running, cpu_s, 10.0)
+        assert clock.charged() == pytest.approx(charged, abs=0.5)
+        assert clock.running() == (running or runner)
+    tally.close()
 
 
 def test_a_program_that_got_no_cpu_has_no_verdict(sandbox, monkeypatch):

@@ -2,7 +2,8 @@
 
 The parent's side. A `Sandbox` has two helper processes, each a clean Python of its own that takes
 one JSON line, with descriptors, and answers with another: a server (`server`), which forks a
-confined process for every program (`program`), and a judge (`judge`), itself confined, which runs
+confined process for every program (`program`; for every input of a program that reads and prints:
+`script`), and a judge (`judge`), itself confined, which runs
 the tests and compares. Values cross between program and judge as plain data (`values`); tests and
 expected values are never in the program's memory, nor in the server's.
 
@@ -152,6 +153,9 @@ class ProgramTests:
     classes: tuple[str, ...] = ()  # those of the names that are classes
     imports: str = ""  # statements that define what else they use
     effects: bool = False  # a call whose value they use changes its arguments, too
+    # the program reads its input and prints: the tests call `answer(input)`, its output, which
+    # runs it in a process of its own
+    script: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,8 @@ class Sandbox:
         self._ready_judge()  # its start takes none of the program's time
         with ours, theirs:
             judge = self._give(job, ours.fileno())
-            self._server.send({"numpy": numpy, "judge": judge.pid}, [theirs.fileno()])
+            request = {"numpy": numpy, "judge": judge.pid, "scripted": tests.script}
+            self._server.send(request, [theirs.fileno()])
         try:
             verdict = judge.receive(WALL_TIMES * self._limits.timeout_s + GRACE_S)
         except NoAnswer as error:  # ended or kept busy by the program's data: it has not passed

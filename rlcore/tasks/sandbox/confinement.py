@@ -8,8 +8,9 @@ Layers, all of them required unless `task.args.confinement=reduced`:
 * tmpfs: the program's folder is a file system of its own, in memory, of a fixed size: whatever is
   in it counts, under a name or not. Its root is another one, which has the libraries and no other
   path of the machine. Without this layer a program writes no files, and learns which paths exist;
-* seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets, no
-  new processes (threads only), no exec, no signals to others. Known for x86_64 only.
+* seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets but
+  a pair of a process's own; no new processes (threads only), no exec, no signals to others. Known
+  for x86_64 only.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
 MS_BIND = 1 << 12
 MNT_DETACH = 2
+# Paths of a process's streams, and where in its folder they are: its root has no /proc.
+STREAMS = {
+    ".stdin": ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"),
+    ".stdout": ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"),
+}
 ROOT_MIB, ROOT_FILES = 1, 1000  # folders that lead to what is bound
 PROBE_S = 20.0
 CAPABILITY_V3 = 0x20080522
@@ -60,6 +66,7 @@ COMMANDS = {
     # ioctl: is it a terminal, its size, flags
     16: [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A],
 }
+SENDTO, SOCKETPAIR, AF_UNIX = 44, 53, 1
 KILL_CALL, TGKILL, PRLIMIT = 62, 234, 302  # allowed on the process itself
 OWN_PID = 0xFFFFFFFF  # stands for it in the filter until the process has one
 
@@ -80,6 +87,7 @@ ALLOWED = {
     "waiting": [7, 22, 23, 61, 232, 233, 270, 271, 281, 290, 291, 293],
     "time": [96, 201, 228, 229],
     "identity": [39, 63, 97, 98, 99, 100, 102, 104, 107, 108, 110, 111, 115, 121, 124, 186],
+    "an event loop's own pair of sockets": [45],
     "threads": [24, 60, 158, 202, 204, 218, 231, 273, 274, 318, 334, 145, 140],
 }
 
@@ -141,6 +149,10 @@ def make_root(folder: str, packages: Iterable[str]) -> str:
         _check(bind, f"binding {path}")
         bound.append(path)
     os.makedirs(folder + folder)
+    for stream, paths in STREAMS.items():
+        for path in paths:
+            os.makedirs(os.path.dirname(folder + path), exist_ok=True)
+            os.symlink(os.path.join(folder, stream), folder + path)
     return folder + folder
 
 
@@ -178,10 +190,14 @@ class Confinement:
         self._folder, self._packages = folder, packages.values()
         self._filter = _system_call_filter(calls) if "seccomp" in layers else b""
 
+    @property
+    def has_rules(self) -> bool:
+        return "landlock" in self._layers
+
     def rules(self) -> int | None:
         """A descriptor of the file rules, about the folder as it is mounted now; None without that
         layer. Raises OSError."""
-        return _ruleset(self._packages, self._folder) if "landlock" in self._layers else None
+        return _ruleset(self._packages, self._folder) if self.has_rules else None
 
     def apply(self, rules: int | None) -> None:
         """Confine this process for good, by file rules at descriptor `rules`. Raises OSError."""
@@ -255,6 +271,10 @@ def _system_call_filter(calls: Sequence[int]) -> bytes:
         for command in commands:
             program += [(JUMP_EQ, 0, 1, command), allow]
         program += [refuse]
+    # only a pair, whose ends have no address, and only to the other end
+    program += [(JUMP_EQ, 0, 4, SOCKETPAIR), (LOAD, 0, 0, 16), (JUMP_EQ, 0, 1, AF_UNIX), allow]
+    program += [refuse, (JUMP_EQ, 0, 6, SENDTO), (LOAD, 0, 0, 48), (JUMP_EQ, 0, 3, 0)]
+    program += [(LOAD, 0, 0, 52), (JUMP_EQ, 0, 1, 0), allow, refuse]
     for number in (KILL_CALL, TGKILL, PRLIMIT):
         # 0 names the calling process to prlimit, and its whole group to kill
         first = (JUMP_EQ, 1, 0, 0 if number == PRLIMIT else OWN_PID)

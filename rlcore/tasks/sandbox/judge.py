@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
-from . import layouts
+from . import layouts, outputs
 from .confinement import LIBC, PR_SET_PDEATHSIG, Confinement
 from .program import ARRAY, import_numpy, prepare
 from .values import LONGEST_ITERATOR, Channel, Closed, decode, encode, receive_line, send_line
@@ -29,7 +29,7 @@ ENDED = "the program ended before its tests"
 CONTROL = (StopIteration, StopAsyncIteration)
 
 
-class NotConfined(Exception):
+class NotConfined(BaseException):
     """The program's process failed before it ran anything, which is not the program's fault."""
 
 
@@ -250,7 +250,7 @@ class Judge:
             self._test(job)
             # Tests may swallow exceptions: an end in the middle of them is no success.
             self._reply("defined", [])
-        except Closed:
+        except (Closed, NotConfined):
             raise
         except MemoryError:
             self.clean = False  # it is unknown which object holds the memory
@@ -265,6 +265,8 @@ class Judge:
             import_numpy(self._names)
         self._keeps = job["effects"]
         code = layouts.compiled(job["tests"])
+        if job["script"]:
+            self._names["answer"] = self.answer
         defined = self._reply("defined", job["names"])
         for name in job["names"]:
             self._names.pop(name, None)
@@ -294,6 +296,17 @@ class Judge:
                 for content in after:
                     self._effects.add(frame, argument, self._decode(content))
         return _own(value) if self.tests_class(function) else value
+
+    def answer(self, text: str) -> str:
+        """The output of a program that reads `text`. Raises outputs.Failed if it has none."""
+        self.calls += 1
+        self._program.send(["answer", text])
+        reply = self._receive()
+        if "fault" in reply:
+            raise NotConfined(reply["fault"])
+        if "failed" in reply:
+            raise outputs.Failed(reply["failed"])
+        return reply["value"]
 
     def tests_class(self, value: Any) -> bool:
         """Return whether it is a class of the program that the tests test."""

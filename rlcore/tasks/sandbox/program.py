@@ -7,6 +7,7 @@ decides which values reach the judge, as any program does.
 
 from __future__ import annotations
 
+import _sitebuiltins
 import builtins
 import copy
 import importlib.util
@@ -15,6 +16,7 @@ import operator
 import os
 import sys
 import traceback
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ MUTABLE = (list, dict, set, bytearray, deque)
 ARRAY = "ndarray"
 DEEPEST = 20  # bases above an exception class that are described
 NODES = ("ListNode", "TreeNode")
+SCRIPT = "main.py"
 
 
 class Program:
@@ -65,6 +68,7 @@ class Program:
         source, names, numpy = self._channel.receive()
         if numpy:
             import_numpy(self._names)
+        self._names = vars(_as_module(self._names))
         for name in names:  # the preamble must not define the names that are tested
             self._names.pop(name, None)
         exec(compile(source, "<program>", "exec", dont_inherit=True), self._names)
@@ -178,10 +182,23 @@ class Borrowed:
         return self._program.borrow(self.number, args, keywords)
 
 
+def _as_module(names: dict[str, Any]) -> types.ModuleType:
+    """A module with these names, which its classes and functions say they are of. It is the main
+    module too, but its name is not, so that what a program does as a script is not done."""
+    module = types.ModuleType(names["__name__"])
+    vars(module).update(names)
+    sys.modules[module.__name__] = sys.modules["__main__"] = module
+    return module
+
+
 def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(names that the preamble defines, those of node classes among them). Lets the packages be
     found that programs may import."""
     sys.meta_path.append(Packages(settings["packages"]))
+    sys.argv[:] = [SCRIPT]
+    sys.orig_argv[:] = [sys.executable, SCRIPT]
+    for name in ("exit", "quit"):  # of an interpreter that has site-packages
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     names: dict[str, Any] = {"__name__": "solution"}
     exec(compile(settings["preamble"], "<preamble>", "exec"), names)
     return names, tuple(name for name in NODES if name in names)

@@ -25,7 +25,8 @@ import time
 import traceback
 from typing import Any
 
-from . import program
+from . import program, script
+from .clock import Clock, Tally
 from .confinement import (
     LIBC,
     PR_SET_PDEATHSIG,
@@ -62,10 +63,12 @@ class SandboxServer:
             own_mounts()
             self._inside = make_root(self._folder, settings["packages"].values())
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # which other credentials may undo
+        # without either it could write to files of the machine
+        files = self._mounts or "landlock" in settings["layers"]
         limits = {
             "RLIMIT_AS": self._limits["memory_mib"] << 20,
             "RLIMIT_CPU": math.ceil(self._limits["timeout_s"]) + 2,
-            "RLIMIT_FSIZE": self._limits["file_mib"] << 20 if self._mounts else 0,
+            "RLIMIT_FSIZE": self._limits["file_mib"] << 20 if files else 0,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
         }
@@ -86,25 +89,26 @@ class SandboxServer:
         """Names that the preamble defines."""
         return sorted(n for n in self._names if not n.startswith("__"))
 
-    def run(self, channel: int, numpy: bool, judge: int) -> dict[str, Any]:
+    def run(self, channel: int, numpy: bool, judge: int, scripted: bool) -> dict[str, Any]:
         """Run one program until the parent says that it was judged.
 
-        channel: a socket to the judge, whose process number is `judge`. Returns {"limit": exceeded,
-        "ended": how the program ended by itself, "output"}.
+        channel: a socket to the judge, whose process number is `judge`. scripted: the program has a
+        process for every input (see `script`). Returns {"limit": exceeded, "ended": how the program
+        ended by itself, "output"}.
         """
         if numpy and "numpy" not in sys.modules:
             program.import_numpy({})
             gc.freeze()
-        if self._mounts:
-            mount_tmpfs(self._inside, self._limits["file_mib"], MAX_FILES)
+        self._mount()
         output, output_end = os.pipe()
+        tally = Tally() if scripted else None
         try:
             try:
-                pid = self._fork(output_end, channel)
+                pid = self._fork(output_end, channel, tally)
             finally:
                 os.close(output_end)
                 os.close(channel)
-            limit, text = self._watch(pid, output, Clock(pid, judge))
+            limit, text = self._watch(output, Clock(pid, judge, tally))
             if limit:  # the judge sees its end
                 os.kill(pid, signal.SIGKILL)
                 if not _readable(self._link, JUDGE_S):  # it is busy with the program's data
@@ -120,14 +124,21 @@ class SandboxServer:
                 text += os.read(output, 1 << 16)
         finally:
             os.close(output)
+            if tally is not None:
+                tally.close()
             if self._mounts:
                 unmount(self._inside)
         shown = text.decode(errors="replace")[-SHOWN:]
         # a program also ends when its judge has ended, which is not its fault
         return {"limit": limit, "ended": how if judged_end else "", "output": shown}
 
-    def _fork(self, output: int, channel: int) -> int:
-        """A confined process that runs a program and never returns here; its number."""
+    def _mount(self) -> None:
+        if self._mounts:
+            mount_tmpfs(self._inside, self._limits["file_mib"], MAX_FILES)
+
+    def _fork(self, output: int, channel: int, tally: Tally | None) -> int:
+        """A confined process that runs a program, or with a tally a runner of such processes, that
+        never returns here; its number."""
         server = os.getpid()
         rules = self._confinement.rules()
         pid = os.fork()
@@ -143,18 +154,35 @@ class SandboxServer:
             # opened here: a lock on a description that others share would outlive the program
             null = os.open("/dev/null", os.O_RDONLY)
             _keep({0: null, 1: output, 2: output, CHANNEL_FD: channel, **kept})
-            if self._mounts:
-                os.chroot(self._folder)
-            os.chdir(self._folder)
-            sys.set_int_max_str_digits(0)
-            self._confinement.apply(RULES_FD if kept else None)
+            if tally is not None:
+                at = self._inside if self._mounts else None
+                folder = script.Folder(at, self._folder, self._renew)
+                script.main(Channel(CHANNEL_FD), folder, tally, self._enter)
+            self._enter()
             program.main(Channel(CHANNEL_FD), self._names, self._nodes)
         except BaseException:  # it must not go on as a second server
             traceback.print_exc()
         finally:
             os._exit(1)
 
-    def _watch(self, pid: int, output: int, clock: Clock) -> tuple[str, bytes]:
+    def _enter(self) -> None:
+        """Confine this process for good, in its folder."""
+        if self._mounts:
+            os.chroot(self._folder)
+        os.chdir(self._folder)
+        sys.set_int_max_str_digits(0)
+        self._confinement.apply(RULES_FD if self._confinement.has_rules else None)
+
+    def _renew(self) -> None:
+        """Empty the folder of a runner's program, whatever is in it."""
+        unmount(self._inside)
+        self._mount()
+        rules = self._confinement.rules()  # they name a folder by its file system
+        if rules is not None:
+            os.dup2(rules, RULES_FD)
+            os.close(rules)
+
+    def _watch(self, output: int, clock: Clock) -> tuple[str, bytes]:
         """Follow a program until the parent has a verdict: (limit exceeded or "", output)."""
         text = b""
         looked = time.monotonic()
@@ -164,7 +192,7 @@ class SandboxServer:
         while True:
             if time.monotonic() - looked >= POLL_S:
                 looked = time.monotonic()
-                if limit := self._exceeded(pid, clock):
+                if limit := self._exceeded(clock):
                     return limit, text
             ready = [source for source, _ in waiting.poll(1000 * POLL_S)]
             if output in ready:
@@ -177,51 +205,15 @@ class SandboxServer:
             elif ready:
                 return "", text
 
-    def _exceeded(self, pid: int, clock: Clock) -> str:
+    def _exceeded(self, clock: Clock) -> str:
         if clock.charged() > self._limits["timeout_s"]:
             return self._time_limit()
         if clock.wall() > WALL_TIMES * self._limits["timeout_s"]:
             return LATE
-        return f"more than {MAX_THREADS} threads" if _threads(pid) > MAX_THREADS else ""
+        return f"more than {MAX_THREADS} threads" if _threads(clock.running()) > MAX_THREADS else ""
 
     def _time_limit(self) -> str:
         return f"time limit of {self._limits['timeout_s']:g} s"
-
-
-class Clock:
-    """The time of one program."""
-
-    def __init__(self, pid: int, judge: int) -> None:
-        self._pid = pid
-        self._judge = judge
-        self._began = time.monotonic()
-        self._delay_before = _delay(judge)
-
-    def wall(self) -> float:
-        """Seconds since its start."""
-        return time.monotonic() - self._began
-
-    def charged(self) -> float:
-        """Seconds that count. Only the main thread's wait for a CPU is taken off: it may wait for
-        other threads of the program, whose CPU seconds count."""
-        cpu_s = 0.0
-        with contextlib.suppress(OSError):  # it has ended
-            cpu_s = time.clock_gettime((~self._pid << 3) | PROCESS_CLOCK)
-        delay = _delay(self._pid) + _delay(self._judge) - self._delay_before
-        return max(cpu_s, self.wall() - delay)
-
-
-PROCESS_CLOCK = 2  # of another process: what its threads and it have used of the CPUs
-
-
-def _delay(pid: int) -> float:
-    """Seconds that the main thread of a process was ready and waited for a CPU; 0 where the kernel
-    does not count them."""
-    try:
-        with open(f"/proc/{pid}/schedstat") as counts:
-            return int(counts.read().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 def _readable(link: socket.socket, timeout_s: float) -> bool:
@@ -284,7 +276,7 @@ def main(fd: int) -> None:
         if request is None:
             return
         try:
-            answer = server.run(fds[0], request["numpy"], request["judge"])
+            answer = server.run(fds[0], **request)
         except OSError as error:
             answer = {"fault": str(error)}
         send_line(fd, answer)

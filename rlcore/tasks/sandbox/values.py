@@ -95,7 +95,7 @@ class Channel:
     allows no others on a socket."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
 
     def send(self, message: Any) -> None:
         """Raises Closed if the other side has ended."""
@@ -103,7 +103,7 @@ class Channel:
         left = memoryview(LENGTH.pack(len(data)) + data)
         try:
             while left:
-                left = left[os.write(self._fd, left) :]
+                left = left[os.write(self.fd, left) :]
         except OSError as error:
             raise Closed(str(error)) from error
 
@@ -118,7 +118,7 @@ class Channel:
         data = bytearray()
         while len(data) < size:
             try:
-                piece = os.read(self._fd, min(size - len(data), 1 << 20))
+                piece = os.read(self.fd, min(size - len(data), 1 << 20))
             except OSError as error:
                 raise Closed(str(error)) from error
             if not piece:
