@@ -26,7 +26,7 @@ from rlcore.learner.packing import Layout, PassCosts
 from rlcore.learner.policy import Attention, FrozenPolicy, Policy, Replay, load_causal_lm
 from rlcore.learner.probes import (
     CPU,
-    Verdict,
+    ShortcutVerdict,
     against_layers,
     against_merging,
     against_packing,
@@ -75,7 +75,7 @@ class RankParts:
     most: int  # positions of a micro-batch
     read: Reader  # how the models read a record
     estimator: LogProbEstimator | None  # of their log-probs; None: these are exact
-    verdicts: tuple[Verdict, ...]  # on the shortcuts that the passes might take
+    verdicts: tuple[ShortcutVerdict, ...]  # on the shortcuts that the passes might take
 
 
 def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
@@ -189,7 +189,7 @@ class _Models:
         self.most = 0  # positions of a micro-batch, once the policy is loaded
         #: of the micro-batches of all models
         self.layout = _layout(job.learner, self.attention)
-        self.verdicts: dict[str, Verdict] = {}  # by shortcut
+        self.verdicts: dict[str, ShortcutVerdict] = {}  # by shortcut
         self._loaded: list[nn.Module] = []
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
         self._rule = None if job.learner.distill is not None else job.sparse
@@ -382,7 +382,7 @@ class _Models:
         before = self.verdicts.get(shortcut)
         if before is None or before.taken:
             found = reason or "equal to the plain way up to rounding"
-            self.verdicts[shortcut] = Verdict(shortcut, reason is None, found)
+            self.verdicts[shortcut] = ShortcutVerdict(shortcut, reason is None, found)
 
     def follow_load(self, spare: SpareCores) -> None:
         """Have the passes of all models loaded so far set the number of threads."""

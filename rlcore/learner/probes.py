@@ -43,8 +43,8 @@ _FAILURES = (RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Example: Verdict("learner.layout=packed", False, "hidden states differ by 1.3")"""
+class ShortcutVerdict:
+    """Example: ShortcutVerdict("learner.layout=packed", False, "hidden states differ by 1.3")"""
 
     shortcut: str  # the setting that asks for it, or that may take it
     taken: bool
