@@ -20,7 +20,13 @@ from rlcore.config.compose import load, recorded
 from rlcore.errors import UserError
 from rlcore.metrics.curves import Asked, Format, write_curves
 from rlcore.metrics.digest import Digest, Figure, number
-from rlcore.metrics.intervals import Interval, t_interval, welch
+from rlcore.metrics.intervals import (
+    Interval,
+    share_difference,
+    share_interval,
+    t_interval,
+    welch,
+)
 from rlcore.metrics.report import families, write_report
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import Run, read_run, require_run
@@ -143,14 +149,29 @@ def figures_of(first: Arm, second: Arm, ci: float) -> dict[str, Compared]:
     names = dict.fromkeys(name for arm in ends for run in arm for name in run)
     found = {}
     for name in names:
-        values = [
-            [v for run in arm if name in run and (v := run[name].last) is not None] for arm in ends
-        ]
-        intervals = [t_interval(v, ci) if v else None for v in values]
-        difference = welch(values[0], values[1], ci) if all(values) else None
-        shown = [next((run[name] for run in arm if name in run), None) for arm in ends]
-        found[name] = Compared((shown[0], shown[1]), (intervals[0], intervals[1]), difference)
+        its = [[figure for run in arm if (figure := run.get(name)) is not None] for arm in ends]
+        found[name] = Compared((_first(its[0]), _first(its[1])), *_intervals(its, ci))
     return found
+
+
+def _first(figures: Sequence[Figure]) -> Figure | None:
+    return figures[0] if figures else None
+
+
+def _intervals(
+    its: Sequence[Sequence[Figure]], ci: float
+) -> tuple[tuple[Interval | None, Interval | None], Interval | None]:
+    """Of both means, and of their difference: over seeds, and of shares at least of their
+    answers."""
+    known = [[f for f in figures if f.last is not None] for figures in its]
+    values = [[float(f.last or 0.0) for f in figures] for figures in known]
+    sizes = [[f.size for f in figures] for figures in known]
+    if any(f.share for figures in known for f in figures):
+        one, other = (share_interval(v, n, ci) if v else None for v, n in zip(values, sizes))
+        pairs = list(zip(values, sizes))
+        return (one, other), share_difference(pairs[0], pairs[1], ci) if all(values) else None
+    one, other = (t_interval(v, ci) if v else None for v in values)
+    return (one, other), welch(values[0], values[1], ci) if all(values) else None
 
 
 # Metrics that should be equal in a comparison of methods, with the least difference that is not
@@ -214,7 +235,7 @@ def _plain(
         for run, figure, interval in zip("ab", found.figures, found.intervals):
             if figure is not None:
                 line[run] = figure.last if interval is None or interval.n < 2 else interval.mean
-            if interval is not None and interval.n > 1:
+            if interval is not None and interval.low is not None:
                 line[f"{run}_interval"] = [interval.low, interval.high]
         if (difference := found.difference) is not None and difference.low is not None:
             line |= {
@@ -247,25 +268,27 @@ def _metrics(arms: tuple[Arm, Arm], compared: Mapping[str, Compared], ci: float)
     if not compared:
         return "Neither run has finished a learner step."
     several = max(len(arm.runs) for arm in arms) > 1
-    title = (
-        f"final metrics: means over seeds, with intervals of {ci:g} %"
-        if several
-        else "final metrics"
-    )
+    known = any(its.difference and its.difference.low is not None for its in compared.values())
+    title = "final metrics" + (": means over seeds" if several else "")
+    title += f", with intervals of {ci:g} %" if several or known else ""
     table = _table(title, _names(*arms))
-    if several:
+    if several or known:
         table.add_column("difference, low to high")
     for name, its in compared.items():
         recent = any(f is not None and f.recent for f in its.figures)
         cells = [_cell(figure, interval) for figure, interval in zip(its.figures, its.intervals)]
         heading = escape(name + (", mean of the last steps" if recent else ""))
-        table.add_row(heading, *cells, *([_difference(its.difference)] if several else []))
+        difference = [_difference(its.difference)] if several or known else []
+        table.add_row(heading, *cells, *difference)
     return table
 
 
 def _cell(figure: Figure | None, interval: Interval | None) -> str:
     if figure is None or interval is None or interval.half is None:
         return figure.shown if figure is not None else ""
+    if figure.share:
+        runs = f" ({interval.n})" if interval.n > 1 else ""
+        return f"{number(interval.mean)}, {number(interval.low)} to {number(interval.high)}{runs}"
     return f"{number(interval.mean)} ± {number(interval.half)} ({interval.n})"
 
 

@@ -26,7 +26,8 @@ from rlcore.files import replace_file
 from rlcore.learner.exporting import export_stored
 from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
-from rlcore.metrics.intervals import normal_half
+from rlcore.metrics.intervals import wilson
+from rlcore.metrics.names import is_accuracy, size_of
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.models.carried import complete_tokenizer
 from rlcore.models.folder import read_shapes
@@ -70,7 +71,8 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
         owner.require()
         replace_file(owner.folder / "eval.json", json.dumps(results, indent=1))
     for name, value in results.items():
-        note(f"{name:40s} {value:.4f}")
+        interval = _with_interval(name, results).partition(" ")[2]
+        note(f"{name:40s} {value:.4f} {interval}".rstrip())
     return 0
 
 
@@ -272,20 +274,28 @@ def _evaluation(rows: list[Row]) -> list[str]:
     newest: dict[str, str] = {}
     for row in rows:
         found = {n: v for n, v in row.items() if n.startswith("eval/") and v is not None}
-        shown = {n: _with_interval(n, found) for n in found if "/stderr_" not in n}
+        beside = ("/stderr_", "/effective_")
+        shown = {n: _with_interval(n, found) for n in found if not any(b in n for b in beside)}
         newest |= shown
         first = shown | first
     if not newest:
         return []
     lines = ["## Held-out results", "", "| metric | first | newest |", "| --- | --- | --- |"]
     lines += [f"| `{n}` | {first[n]} | {newest[n]} |" for n in sorted(newest)]
-    if any("±" in text for text in newest.values()):
-        lines += ["", "± half of a 95 % interval, from the standard error over prompts (one run)."]
+    if any(" to " in text for text in newest.values()):
+        lines += ["", INTERVALS]
     return [*lines, ""]
 
 
+INTERVALS = (
+    "In parentheses the 95 % interval (Wilson's, by the effective number of answers, clustered by "
+    "prompt) of this run's answers."
+)
+
+
 def _with_interval(name: str, found: dict[str, float]) -> str:
-    head, _, statistic = name.rpartition("/")
-    stderr = found.get(f"{head}/stderr_{statistic}")
-    half = "" if stderr is None else f" ± {normal_half(stderr):.2g}"
-    return f"{found[name]:.4g}{half}"
+    size = found.get(size_of(name)) if is_accuracy(name) else None
+    if not size:
+        return f"{found[name]:.4g}"
+    ends = wilson(found[name], size)
+    return f"{found[name]:.4g} ({ends.low:.3g} to {ends.high:.3g})"

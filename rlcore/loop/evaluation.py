@@ -242,6 +242,7 @@ def summarise(
         out[f"{name}/{what}"], error = mean_and_error(values)
         if error is not None:
             out[f"{name}/stderr_{what}"] = error
+        out[f"{name}/effective_{what}"] = effective_size(values)
     if rewarded:
         out[f"{name}/{mode}_reward"] = math.fsum(v["reward"] for v in rewarded) / len(rewarded)
     out[f"{name}/{mode}_length"] = sum(v["length"] for v in judged) / len(judged)
@@ -284,6 +285,20 @@ def majority(answers: Sequence[Judged]) -> float:
     most = max(votes.values(), default=0)
     winners = [vote for vote, count in votes.items() if count == most]
     return float(None in winners) / len(winners) if winners else 0.0
+
+
+def effective_size(prompts: Sequence[Sequence[float]]) -> float:
+    """The number of independent answers whose share of correct ones would have the standard error
+    of these values, clustered by prompt: p (1 - p) / error^2, at most one a value.
+
+    Where all are right or all wrong there is no error to tell from, and each prompt counts once.
+    """
+    share, error = mean_and_error(prompts)
+    values = [v for values in prompts for v in values]
+    spread = share * (1 - share)
+    if error is None or not spread:
+        return float(sum(bool(answers) for answers in prompts))
+    return min(spread / error**2, float(len(values))) if error else float(len(values))
 
 
 def mean_and_error(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None]:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from rlcore.errors import UserError
 from rlcore.files import replace_file
 from rlcore.metrics.figures import Family
-from rlcore.metrics.intervals import Interval, t_interval
-from rlcore.metrics.names import declared, is_accuracy
+from rlcore.metrics.intervals import Interval, share_interval, t_interval
+from rlcore.metrics.names import declared, is_accuracy, size_of
 from rlcore.metrics.report import distinct, families
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import read_run
@@ -90,9 +90,13 @@ def curves(arms: Sequence[Family], asked: Asked) -> list[Curve]:
     labels = asked.labels or tuple(arm.name for arm in arms)
     found = []
     for name, (label, arm) in itertools.product(asked.y or usual, zip(labels, arms)):
-        its = [points for run in arm.runs if (points := run_points(run.rows, name, asked.x))]
+        its = [run for run in arm.runs if run_points(run.rows, name, asked.x)]
         if its:
-            found.append(Curve(label, name, merge(its, asked.ci)))
+            points, sizes = (
+                [run_points(run.rows, n, asked.x) for run in its] for n in (name, size_of(name))
+            )
+            shares = sizes if is_accuracy(name) else None
+            found.append(Curve(label, name, merge(points, asked.ci, shares)))
     if not found:
         raise UserError("the runs have no values to draw: none has finished a step.")
     return found
@@ -152,36 +156,49 @@ def run_points(rows: Sequence[Row], metric: str, x: str) -> Points:
 # ---- seeds ---------------------------------------------------------------------------------------
 
 
-def merge(runs: Sequence[Points], ci: float) -> list[Point]:
+def merge(runs: Sequence[Points], ci: float, sizes: Sequence[Points] | None = None) -> list[Point]:
     """Several runs as one curve. Runs that share their x are merged there, as far as each goes.
     Where every run's x rises but they share none (seconds, tokens), values between two points are
     interpolated, over the range that all cover. Where x itself goes up and down, the n-th points
-    of all runs are merged: their mean x, and their mean y."""
+    of all runs are merged: their mean x, and their mean y. `sizes`: of shares of answers, the
+    effective number of answers at these x, for their intervals; an empty one is not known."""
+    found: list[tuple[float, list[float], list[float | None]]] = []
+    known = [dict(points) for points in sizes or [[] for _ in runs]]
     if len({tuple(x for x, _ in points) for points in runs}) == 1 and _rising(runs[0]):
-        return _at_shared(runs, ci)
-    if not all(map(_rising, runs)):
-        return [
-            Point(sum(x for x, _ in its) / len(its), t_interval([y for _, y in its], ci))
-            for its in zip(*runs)
-        ]
-    common = set.intersection(*({x for x, _ in points} for points in runs))
-    if len(common) * 2 > min(map(len, runs)):  # steps: some runs are longer, or lack a row
-        return _at_shared(runs, ci)
-    low, high = max(p[0][0] for p in runs), min(p[-1][0] for p in runs)
-    grid = sorted({x for points in runs for x, _ in points if low <= x <= high})
-    grid = grid[:: -(-len(grid) // GRID) or 1]
-    return [Point(x, t_interval([_between(p, x) for p in runs], ci)) for x in grid]
+        found = _at_shared(runs, known)
+    elif not all(map(_rising, runs)):
+        for its in zip(*runs):
+            xs = [x for x, _ in its]
+            of = [size.get(x) for size, x in zip(known, xs)]
+            found.append((sum(xs) / len(xs), [y for _, y in its], of))
+    else:
+        common = set.intersection(*({x for x, _ in points} for points in runs))
+        if len(common) * 2 > min(map(len, runs)):  # steps: some runs are longer, or lack a row
+            found = _at_shared(runs, known)
+        else:
+            low, high = max(p[0][0] for p in runs), min(p[-1][0] for p in runs)
+            grid = sorted({x for points in runs for x, _ in points if low <= x <= high})
+            of = [min(size.values(), default=None) for size in known]
+            found = [
+                (x, [_between(p, x) for p in runs], of) for x in grid[:: -(-len(grid) // GRID) or 1]
+            ]
+    if sizes is None:
+        return [Point(x, t_interval(values, ci)) for x, values, _ in found]
+    return [Point(x, share_interval(values, of, ci)) for x, values, of in found]
 
 
 def _rising(points: Points) -> bool:
     return all(a[0] < b[0] for a, b in itertools.pairwise(points))
 
 
-def _at_shared(runs: Sequence[Points], ci: float) -> list[Point]:
-    values: dict[float, list[float]] = {}
-    for x, y in itertools.chain(*runs):
-        values.setdefault(x, []).append(y)
-    return [Point(x, t_interval(values[x], ci)) for x in sorted(values)]
+def _at_shared(
+    runs: Sequence[Points], sizes: Sequence[Mapping[float, float]]
+) -> list[tuple[float, list[float], list[float | None]]]:
+    values: dict[float, list[tuple[float, float | None]]] = {}
+    for points, known in zip(runs, sizes):
+        for x, y in points:
+            values.setdefault(x, []).append((y, known.get(x)))
+    return [(x, [y for y, _ in its], [n for _, n in its]) for x, its in sorted(values.items())]
 
 
 def _between(points: Points, x: float) -> float:

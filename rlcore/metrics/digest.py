@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.metrics.names import combine, declared, is_accuracy, split_kind
+from rlcore.metrics.intervals import Interval, wilson
+from rlcore.metrics.names import combine, declared, is_accuracy, size_of, split_kind
 from rlcore.metrics.rows import Row
 
 
@@ -196,6 +197,13 @@ class Figure:
     first: str = ""
     percent: bool = False
     recent: int = 0
+    share: bool = False  # of answers; with the number of independent ones, if it is known
+    size: float | None = None
+
+    def interval(self, ci: float = 95) -> Interval | None:
+        """Wilson's, of a share of answers; None where it is not known."""
+        known = self.share and self.size and self.last is not None
+        return wilson(float(self.last), self.size, ci) if known else None  # type: ignore[arg-type]
 
     @property
     def label(self) -> str:
@@ -209,6 +217,13 @@ class Figure:
             return f"{self.last:.0%}"
         return number(self.last)
 
+    @property
+    def with_interval(self) -> str:
+        """The newest value as text, with its interval if it has one."""
+        found = self.interval()
+        ends = "" if found is None else f" ({number(found.low)} to {number(found.high)})"
+        return self.shown + ends
+
 
 class Digest:
     """Takes rows one by one, in the order of their steps."""
@@ -220,6 +235,7 @@ class Digest:
         # (version, results), oldest first
         self.evals: list[tuple[int, Evaluation]] = []
         self._partial: set[str] = set()
+        self._sizes: dict[str, float | int | None] = {}  # of the newest evaluation
 
     def add(self, row: Row) -> None:
         """Add the row of the next step."""
@@ -232,6 +248,8 @@ class Digest:
             version = row["step"] if at is None else at
             self.evals.append((int(version), found))  # type: ignore[arg-type]
             self._partial |= partial_rewards(found)
+            shares = [n for n in found if is_accuracy(f"eval/{n}")]
+            self._sizes = {n: row.get(size_of(f"eval/{n}")) for n in shares}
 
     def shown(self, found: Evaluation) -> Evaluation:
         """An evaluation without the mean rewards that were always equal to the accuracy."""
@@ -247,7 +265,17 @@ class Digest:
         found: list[Figure] = []
         if self.evals:
             first, last = self.evals[0][1], self.evals[-1][1]
-            found += [Figure(f"eval {n}", last[n], number(first.get(n))) for n in self.shown(last)]
+            sizes = self._sizes
+            found += [
+                Figure(
+                    f"eval {n}",
+                    last[n],
+                    number(first.get(n)),
+                    share=n in sizes,
+                    size=sizes.get(n),
+                )
+                for n in self.shown(last)
+            ]
         if self.first is None or self.row is None:
             return found
         for name in (n for n in COMPARED if n in self.row):

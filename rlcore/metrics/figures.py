@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.metrics.digest import number
+from rlcore.metrics.intervals import wilson
 from rlcore.metrics.metric import Metric
-from rlcore.metrics.names import declared, split_kind
+from rlcore.metrics.names import declared, is_accuracy, size_of, split_kind
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import Run
 
@@ -295,7 +296,10 @@ def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
             # the same in every run; of one run another one where the colours begin anew
             again = len(kinds) * (color // COLOURS)
             dash = names.index(name) if several else kinds.index(kind) + again
-            curves.append(_curve(label, points, color, dash))
+            curve = _curve(label, points, color, dash)
+            if is_accuracy(name) and len(points) == 1:
+                curve |= _evaluated(name, curve, family)
+            curves.append(curve)
     stacked = chart.stacked and not several
     notes = []
     flat = [c for c in curves if len(c["y"]) > 1 and _flat(c["y"]) and not chart.stacked]
@@ -389,6 +393,15 @@ def _curve(label: str, runs: Sequence[Points], color: int, dash: int) -> dict[st
         least = [_short(min(_at(runs, x))) for x in steps]
         made["band"] = [steps, least, [_short(max(_at(runs, x))) for x in steps]]
     return made
+
+
+def _evaluated(name: str, curve: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The "band" of a held-out accuracy of one run: Wilson's interval of each evaluation's answers,
+    where their effective number is known."""
+    sizes = {_x(name, row): row.get(size_of(name)) for run in family.runs for row in run.rows}
+    found = [(x, wilson(y, size)) for x, y in zip(curve["x"], curve["y"]) if (size := sizes.get(x))]
+    ends = [[_short(end) for end in its] for its in zip(*((i.low, i.high) for _, i in found))]
+    return {"band": [[x for x, _ in found], *ends]} if found else {}
 
 
 def _short(value: float | int) -> float | int:

@@ -55,6 +55,12 @@ def is_accuracy(name: str) -> bool:
     return metric is not None and metric.name in ACCURACIES
 
 
+def size_of(accuracy: str) -> str:
+    """The metric of the independent answers that would be as uncertain as a held-out accuracy."""
+    task, _, statistic = accuracy.rpartition("/")
+    return f"{task}/effective_{statistic}"
+
+
 def combine(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Several steps as one row, each name by its declared reduction, ignoring missing and null
     values.

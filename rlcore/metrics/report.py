@@ -238,7 +238,7 @@ def _progress(run: Run) -> str:
         digest.add(row)
     took = run.rows[-1].get("time/total_s")
     last = [
-        f"{figure.name} {figure.first} to {figure.shown}"
+        f"{figure.name} {figure.first} to {figure.with_interval}"
         for figure in digest.figures()
         if figure.first and (figure.name.startswith("eval ") or figure.name == "reward/mean")
     ]

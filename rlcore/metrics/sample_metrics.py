@@ -93,6 +93,14 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
         otherwise="more `evaluation.prompts`",
     ),
     Metric(
+        "eval/<task>/effective_<statistic>",
+        "answers",
+        "independent answers that would be as uncertain as that statistic: its Wilson interval",
+        "last",
+        healthy="above 100",
+        otherwise="more `evaluation.prompts`",
+    ),
+    Metric(
         "eval/<task>/greedy_reward",
         "reward",
         "held-out reward of the greedy answers",

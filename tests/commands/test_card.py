@@ -11,7 +11,12 @@ ROWS = (
     {"step": 1, "eval/digits/greedy": 0.25},
     {"step": 2, "reward/mean": 0.5},
     {"step": 3, "eval/digits/greedy": 0.75, "eval/digits/mean@1": None},
-    {"step": 4, "eval/digits/greedy": 0.9, "eval/digits/stderr_greedy": 0.02},
+    {
+        "step": 4,
+        "eval/digits/greedy": 0.9,
+        "eval/digits/stderr_greedy": 0.02,
+        "eval/digits/effective_greedy": 225,
+    },
 )
 
 
@@ -27,9 +32,9 @@ def test_a_card_of_a_checkpoint(tmp_path):
     assert "| task digits | `digits` |" in card and "| reward of digits | 1 x its grader |" in card
     assert "| `eval/digits/greedy` | 0.25 | 0.75 |" in card and "mean@1" not in card
     assert '"vllm": "0.32.0"' in card and "±" not in card
-    later = model_card(config, "/m/Small-1B", 4)  # 1.959964 x 0.02
-    assert "| `eval/digits/greedy` | 0.25 | 0.9 ± 0.039 |" in later
-    assert "stderr" not in later and "95 % interval" in later
+    later = model_card(config, "/m/Small-1B", 4)
+    assert "| `eval/digits/greedy` | 0.25 | 0.9 (0.854 to 0.933) |" in later
+    assert "effective_" not in later and "95 % interval" in later
 
 
 def test_a_card_without_evaluations_leaves_them_out(tmp_path):

@@ -120,6 +120,30 @@ def test_seeds_are_shown_with_their_number(tmp_path, capsys, monkeypatch):
     assert "intervals of 95 %" in text and "0.2 ± 1.27 (2)" in text and "0.5 ± 0 (2)" in text
 
 
+def test_a_share_of_answers_is_never_certain(tmp_path, capsys, monkeypatch):
+    """All answers right in every seed, and in a single run."""
+    monkeypatch.setenv("COLUMNS", "150")
+    row = {"eval/d/greedy": 1.0, "eval/d/effective_greedy": 20.0, "eval/policy_version": 1}
+    arms = {
+        name: [
+            run(tmp_path / f"{name}{s}", {"run_dir": f"{name}{s}", "seed": s, "lr": lr}, row)
+            for s in range(2)
+        ]
+        for name, lr in (("a", 0.1), ("b", 0.2))
+    }
+    assert main(["compare", *arms["a"], *arms["b"]]) == 0
+    text = capsys.readouterr().out
+    assert "1, 0.912 to 1 (2)" in text and "0, -0.0876 to 0.0876" in text
+    assert main(["compare", arms["a"][0], arms["b"][0], "json=true"]) == 0
+    (found,) = (
+        line
+        for line in json.loads(capsys.readouterr().out)["metrics"]
+        if line["name"] == "eval d/greedy"
+    )
+    assert found["a"] == 1.0 and found["a_interval"] == pytest.approx([0.8388748, 1.0])
+    assert found["difference_interval"] == pytest.approx([-0.1611252, 0.1611252])
+
+
 def test_more_than_two_configurations_are_refused_by_name(tmp_path, capsys):
     folders = [f for i, name in enumerate("abc") for f in seeds(tmp_path, name, 10.0**-i, [0.5])]
     assert main(["compare", *folders]) == 2

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.loop.evaluation import Judged, evaluate_alone, majority, pass_at, summarise
+from rlcore.loop.evaluation import (
+    Judged,
+    effective_size,
+    evaluate_alone,
+    majority,
+    mean_and_error,
+    pass_at,
+    summarise,
+)
 from rlcore.loop.members import ActorPool
 from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import EvaluatedTaskSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.metrics.intervals import wilson
 from rlcore.simulate.actors import Speed
 from rlcore.simulate.clock import run_simulated
 from rlcore.simulate.loop import Scenario, Simulation, simulate
@@ -136,6 +145,32 @@ def test_errors_are_those_of_prompts_not_of_answers():
     naive = math.sqrt(0.25 / 320)
     assert np.mean(errors) > 2 * naive
     assert "eval/t/stderr_greedy" not in summarise("t", "greedy", [_verdict("a", 1.0)], 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "a", "b"),
+    [(20, 4, 20, 0.4), (20, 1, 20, 0.4), (20, 16, 20, 0.4), (20, 4, 0.5, 0.5), (30, 1, 0.3, 12)],
+)
+def test_intervals_cover_the_share_as_often_as_they_say(prompts, samples, a, b):
+    """Over many evaluations of prompts of unequal difficulty; a mean of 0.98 among them, where
+    1.96 standard errors cover 0.33 to 0.83."""
+    rng = np.random.default_rng(3)
+    covered, runs = 0, 1000
+    for _ in range(runs):
+        right = rng.random((prompts, samples)) < rng.beta(a, b, prompts)[:, None]
+        values = right.astype(float).tolist()
+        found = wilson(mean_and_error(values)[0], effective_size(values))
+        covered += found.low <= a / (a + b) <= found.high
+    assert 0.92 <= covered / runs <= 0.985
+
+
+def test_the_effective_size_is_the_prompts_where_all_are_right_and_at_most_the_answers():
+    assert effective_size([[1.0] * 4] * 20) == effective_size([[0.0] * 4] * 20) == 20
+    assert effective_size([[1.0] * 4]) == effective_size([[0.0, 1.0]]) == 1
+    assert effective_size([[1.0, 0.0]] * 10) == 20  # no prompt differs from another
+    assert effective_size([[1.0] * 4, [0.0] * 4] * 10) == pytest.approx(20, rel=0.1)
+    got = summarise("t", "greedy", [_verdict(str(p), 1.0) for p in range(20)], 1)
+    assert got["eval/t/effective_greedy"] == 20
 
 
 def test_a_task_is_evaluated_by_its_own_settings(tmp_path):

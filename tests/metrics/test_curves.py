@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from rlcore.cli import main
 from rlcore.metrics.curves import merge, run_points
-from rlcore.metrics.intervals import normal_half, t_interval, t_quantile, welch
+from rlcore.metrics.intervals import (
+    share_difference,
+    share_interval,
+    t_interval,
+    t_quantile,
+    welch,
+    wilson,
+)
 
 
 def run(path, settings, rows):
@@ -165,5 +172,44 @@ def test_intervals_move_with_their_values(a, b, shift):
     assert welch(a, b, 90).half == pytest.approx(welch(b, a, 90).half, abs=1e-6)
 
 
-def test_a_normal_interval_is_of_the_usual_width():
-    assert normal_half(1.0) == pytest.approx(1.959964, abs=1e-6)
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 300), st.data(), st.sampled_from([80, 95, 99]))
+def test_wilson_s_interval_is_that_of_the_score_test(n, data, ci):
+    """Its ends are the shares whose own standard error puts the observed one z away."""
+    right = data.draw(st.integers(0, n))
+    found = wilson(right / n, n, ci)
+    z = {80: 1.2815516, 95: 1.9599640, 99: 2.5758293}[ci]
+    for end in (found.low, found.high):
+        assert abs(right / n - end) == pytest.approx(z * (end * (1 - end) / n) ** 0.5, abs=1e-7)
+    assert 0 <= found.low <= right / n <= found.high <= 1 and found.high > found.low
+
+
+def test_equal_shares_of_seeds_are_not_certain():
+    one = share_interval([1.0, 1.0, 1.0], [20.0] * 3, 95)
+    assert (one.mean, one.low, one.high, one.n) == (1.0, wilson(1.0, 60).low, 1.0, 3)
+    assert share_interval([1.0, 1.0], [None, 20.0], 95).low is None  # answers are not known
+    seeds = share_interval([0.2, 0.9], [1e6, 1e6], 95)  # t over two seeds is wider than all
+    assert (seeds.low, seeds.high) == (0.0, 1.0)
+    single = share_interval([0.98], [20.0], 95)
+    assert (single.low, single.high) == (wilson(0.98, 20).low, wilson(0.98, 20).high)
+    assert share_interval([0.98], [None], 95).low is None
+
+
+def test_the_difference_of_shares_is_newcombe_s():
+    """Newcombe 1998, table II, example (a): 56/70 less 48/80, method 10: 0.0524 to 0.3339."""
+    found = share_difference(([48 / 80], [80]), ([56 / 70], [70]), 95)
+    assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=1e-4)
+    equal = share_difference(([1.0, 1.0], [20, 20]), ([1.0, 1.0], [20, 20]), 95)
+    assert equal.low < 0 < equal.high
+    assert share_difference(([1.0], [None]), ([1.0], [20]), 95).low is None
+
+
+def test_a_single_run_s_accuracies_have_the_interval_of_their_answers(tmp_path):
+    rows = [
+        {"step": s, "eval/d/greedy": 1.0, "eval/d/effective_greedy": 20.0, "eval/policy_version": s}
+        for s in (2, 4)
+    ]
+    folder, out = run(tmp_path / "a", {"seed": 0}, rows), tmp_path / "f.csv"
+    assert main(["report", folder, "format=csv", "y=eval/d/greedy", f"out={out}"]) == 0
+    for line in table(out):
+        assert float(line["low"]) == wilson(1.0, 20).low and float(line["high"]) == 1.0
