@@ -350,8 +350,10 @@ Span = tuple[str, str, float, float, float]
 class Reporter(Protocol):
     """Receives metrics, samples and messages of the loop."""
 
-    def row(self, row: Mapping[str, float | int | None]) -> None:
-        """One object per learner step."""
+    def row(self, row: Mapping[str, float | int | None]) -> frozenset[str]:
+        """One object per learner step; returns the names of the warnings that hold at it
+        (`logging.warnings`)."""
+        return frozenset()
 
     def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
         """Readable trajectories of a step."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from rlcore.buffer.ledger import GroupVerdict, judge
+from rlcore.buffer.ledger import GroupVerdict, all_equal, judge
 from rlcore.buffer.live import ArrivedSample, Attempt, LiveGroup, LiveGroups
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.references import Record
@@ -137,7 +137,15 @@ def batch_metrics(entries: Iterable[LiveGroup]) -> dict[str, float]:
     Summed exactly (`math.fsum`): the order in which samples came does not matter, and two runs of
     one seed agree to the bit.
     """
-    return _of_samples([s for e in entries for s in e.samples.values() if s.usable])
+    groups = [[s for s in e.samples.values() if s.usable] for e in entries]
+    return _of_samples([s for group in groups for s in group]) | _equal_groups(groups)
+
+
+def _equal_groups(groups: Sequence[Sequence[ArrivedSample]]) -> dict[str, float]:
+    """The share of groups that tell no sample from another; nothing where all have one sample."""
+    rewards = [[r for s in g if (r := s.score.reward) is not None] for g in groups if len(g) > 1]
+    equal = [all_equal(found) for found in rewards if found]
+    return {"reward/equal_share": sum(equal) / len(equal)} if equal else {}
 
 
 def _of_samples(samples: Sequence[ArrivedSample]) -> dict[str, float]:

@@ -15,11 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlcore.commands.owner import own
-from rlcore.commands.watch import judged
+from rlcore.commands.watch import health_of
 from rlcore.config.compose import load, recorded
 from rlcore.errors import UserError
 from rlcore.metrics.curves import Asked, Format, write_curves
 from rlcore.metrics.digest import Digest, Figure, number
+from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.intervals import (
     Interval,
     share_difference,
@@ -56,16 +57,19 @@ def _owned(run_dirs: Sequence[str], out: str | None) -> AbstractContextManager[o
     return own(target, "rlcore report", instead="name another file with out=FILE")
 
 
-def _judge(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """A run's warnings by its own bounds. The report is useful without warnings, so a run without a
+def _judge(folder: Path, rows: Sequence[Row]) -> RunVerdict:
+    """A run's verdict by its own bounds. The report is useful without one, so a run without a
     configuration, or with one that this version refuses, is marked as not judged."""
+    steps = f"{len(rows)} steps, not judged"
     if not (folder / "config.yaml").is_file():
-        return ["not judged, since the folder holds no config.yaml"]
+        return RunVerdict("unsure", f"{steps}, since the folder holds no config.yaml")
     try:
         config = load([f"run_dir={folder}", "resume=auto"])
     except UserError as e:
-        return [f"not judged: {e}"]
-    return judged(config, rows)
+        return RunVerdict("unsure", f"{steps}: {e}")
+    health = health_of(config)
+    health.resume(rows)
+    return health.verdict()
 
 
 ABSENT = object()

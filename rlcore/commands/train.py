@@ -22,7 +22,7 @@ from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, 
 from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.warm_up import starting_model, with_drafts
-from rlcore.commands.watch import course_of, judged
+from rlcore.commands.watch import health_of
 from rlcore.config.compose import check_resume, other_threads, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.unread import unread
@@ -35,11 +35,13 @@ from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.plan import Progress
 from rlcore.loop.saver import Saver
+from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.log import NAME as LOG
 from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.report import write_report
+from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import CallbackSink
 
 TOGETHER_S = 5.0
@@ -187,7 +189,7 @@ def train(
             config.logging,
             config=config.model_dump(mode="json"),
             total_steps=config.schedule.steps,
-            course=course_of(config),
+            health=health_of(config),
             guard=owner.require,
         ) as logger:
             reporter, scale = RunReporter(logger), ScaleRequests(owner.folder)
@@ -222,7 +224,13 @@ def _report(run: RunContext) -> None:
     """report.html; a disk that refuses it does not make a failure of the run."""
     try:
         run.owner.require()
-        write_report(run.folder, judge=lambda _, rows: judged(run.given, rows))
+        health = health_of(run.given)
+
+        def judge(_: Path, rows: Sequence[Row]) -> RunVerdict:
+            health.resume(rows)
+            return health.verdict()
+
+        write_report(run.folder, judge=judge)
     except (OSError, UserError, OwnershipLost) as e:
         run.reporter.note(f"report.html could not be written (logging.report): {e}")
 

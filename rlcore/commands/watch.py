@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from rlcore.buffer.admission import StalenessBound
 from rlcore.config.schema import RunConfig
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.digest import duration
-from rlcore.metrics.health import Course, Health, warnings
+from rlcore.metrics.health import Health
 from rlcore.metrics.log import NAME, read_log, shown
-from rlcore.metrics.rows import Row, RowTail
+from rlcore.metrics.rows import RowTail
+from rlcore.metrics.rules.base import Course
 from rlcore.metrics.run_folder import records
 from rlcore.metrics.sinks import FINAL, age_s, read_status
+from rlcore.objectives.specs import advantage_class
 
 POLL_S = 1.0
 
@@ -52,12 +54,16 @@ def watch(
 def course_of(config: RunConfig) -> Course:
     """Return the part of the run's schedule that warnings depend on."""
     bound = StalenessBound.of(config.schedule)
-    return Course(staleness_bound=bound.cap, takes_turns=bound.synchronous)
+    return Course(
+        staleness_bound=bound.cap,
+        takes_turns=bound.synchronous,
+        compares_groups=advantage_class(config.algorithm.advantage).compares_group,
+    )
 
 
-def judged(config: RunConfig, rows: Iterable[Row]) -> list[str]:
-    """Every warning about the rows of a run, by its own bounds."""
-    return warnings(rows, config.logging.warnings, course_of(config))
+def health_of(config: RunConfig) -> Health:
+    """What judges the rows of a run, by its own bounds."""
+    return Health(config.logging.warnings, course_of(config))
 
 
 def watch_log(
@@ -86,8 +92,7 @@ class View:
         self._live = live and config.logging.console != "plain"
         self._printing = live  # steps and warnings as they come
         self._status: dict[str, Any] | None = None
-        self._health = Health(config.logging.warnings, course_of(config))
-        self._warnings: list[str] = []
+        self._health = health_of(config)
         self._tail = RowTail(self.folder / "metrics.jsonl")
         self._caught_up = False
         self.sink = self._console_of_run()
@@ -121,17 +126,17 @@ class View:
         elif self._printing:
             for row in rows:
                 self.sink.log(row)
-        for text in (text for row in rows for text in self._health.add(row)):
-            self._warnings.append(text)
+        for alarm in (alarm for row in rows for alarm in self._health.add(row)):
             if self._printing:
-                self.sink.note(f"warning: {text}")
+                self.sink.alarm(alarm)
         return self.phase in FINAL
 
     def print(self) -> None:
-        """Print the present state of the run, and every warning so far."""
+        """Print the present state of the run, every warning so far, and the verdict."""
         self._console.print(self.sink.table())
-        for text in self._warnings:
-            self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+        verdict = self._health.verdict()
+        for line in (*(f"warning: {text}" for text in verdict.warnings), verdict.said):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
         """Print the summary that the run's own console prints at its end."""
@@ -145,7 +150,8 @@ class View:
             self.sink.samples(file.stem, records(file))
         row = self.sink.digest.row or {}
         steps, seconds = row.get("step") or 0, row.get("time/total_s") or 0.0
-        self.sink.finish({"steps": steps, "seconds": seconds})
+        verdict = self._health.verdict().line
+        self.sink.finish({"steps": steps, "seconds": seconds, "verdict": verdict})
 
     def _console_of_run(self) -> ConsoleSink:
         return ConsoleSink(

@@ -244,9 +244,19 @@ def summarise(
             out[f"{name}/stderr_{what}"] = error
         out[f"{name}/effective_{what}"] = effective_size(values)
     if rewarded:
-        out[f"{name}/{mode}_reward"] = math.fsum(v["reward"] for v in rewarded) / len(rewarded)
+        out |= _mean_reward(f"{mode}_reward", name, rewarded)
     out[f"{name}/{mode}_length"] = sum(v["length"] for v in judged) / len(judged)
     return out
+
+
+def _mean_reward(what: str, name: str, rewarded: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The mean reward and its standard error, for runs whose answers are seldom quite right."""
+    by_prompt: dict[str, list[float]] = defaultdict(list)
+    for v in sorted(rewarded, key=lambda v: (v["prompt_id"], v["sample"])):
+        by_prompt[v["prompt_id"]].append(v["reward"])
+    mean, error = mean_and_error(list(by_prompt.values()))
+    out = {f"{name}/{what}": mean}
+    return out if error is None else {**out, f"{name}/stderr_{what}": error}
 
 
 def _by_prompt(judged: Sequence[dict[str, Any]]) -> Prompts:

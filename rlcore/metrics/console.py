@@ -98,7 +98,10 @@ class ConsoleSink(Sink):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.close()  # the live table would be drawn over the summary
-        self.console.print(self.summary(summary))
+        facts = {name: value for name, value in summary.items() if name != "verdict"}
+        self.console.print(self.summary(facts))
+        if verdict := summary.get("verdict"):
+            self.console.print(verdict, markup=False, highlight=False, soft_wrap=True)
         for shown in self._completions()[:COMPLETIONS]:
             self.console.print(shown)
 

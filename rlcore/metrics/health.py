@@ -1,110 +1,215 @@
-"""Warnings about a run, from its rows alone: rows in, sentences out, each warning once a run.
+"""The health of a run, from its rows alone: rows in, alarms and a verdict out. Each rule warns once
+a run.
 
-A rule looks at the rows of the last `logging.warnings.window` steps, so that one odd step does not
-warn. Its sentence names the metric, its value, the steps, the bound and what to change.
+A run is healthy if no rule has spoken and each had enough to judge; with less, the verdict says
+what was seen.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from rlcore.files import replace_file
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
+from rlcore.metrics.rules.base import Course, Past, Rule, Window
+from rlcore.metrics.rules.machine import (
+    Acceptance,
+    ClipShare,
+    EngineIdle,
+    FailedScores,
+    Flat,
+    LearnerIdle,
+    StalenessShare,
+)
+from rlcore.metrics.rules.policy import (
+    AnswerKl,
+    CutOff,
+    EffectiveSamples,
+    EntropyGone,
+    EntropyRise,
+    Fallen,
+    HeldOutFallen,
+    LengthGone,
+    NoSignal,
+)
 from rlcore.metrics.specs import WarningsSpec
 
-KEY = "logging.warnings"
+# In the order in which a step's alarms are given.
+RULES: dict[str, Rule] = {
+    rule.bound: rule
+    for rule in (
+        AnswerKl(),
+        EffectiveSamples(),
+        Fallen(),
+        HeldOutFallen(),
+        CutOff(),
+        NoSignal(),
+        EntropyGone(),
+        EntropyRise(),
+        LengthGone(),
+        Acceptance(),
+        ClipShare(),
+        StalenessShare(),
+        LearnerIdle(),
+        EngineIdle(),
+        FailedScores(),
+        Flat(),
+    )
+}
+ALARM = "health/alarm"  # the metric: rules that speak at a step
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """The part of a run's schedule that a judgement depends on. Example:
-    Course(staleness_bound=4)"""
+class Alarm:
+    """A rule's first warning in a run. Example: Alarm("ess", 4, "mismatch/ess is 0.34 (...)")"""
 
-    staleness_bound: int = 0  # the largest age of a trained token, in optimizer steps
-    takes_turns: bool = False  # generation and learning wait for each other by design
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The rows that a rule judges, oldest first."""
-
-    rows: Sequence[Row]
-    course: Course
-
-    @property
-    def steps(self) -> str:
-        return f"steps {self.rows[0]['step']} to {self.rows[-1]['step']}"
-
-    def values(self, name: str) -> list[float]:
-        """The finite values of a metric."""
-        return [v for row in self.rows if (v := row.get(name)) is not None]
-
-    def mean(self, name: str) -> float | None:
-        """The mean of the finite values; None without any."""
-        values = self.values(name)
-        return math.fsum(values) / len(values) if values else None
-
-    def share(self, part: str) -> float | None:
-        """The sum of a time over the sum of the steps' times; None where either is not known."""
-        parts, whole = self.values(part), math.fsum(self.values("time/step_s"))
-        return math.fsum(parts) / whole if parts and whole > 0 else None
-
-    def gained(self, name: str) -> float:
-        """How much a count has grown within the window."""
-        values = self.values(name)
-        return values[-1] - values[0] if values else 0.0
-
-
-# A warning's sentence, or None.
-Rule = Callable[[Window, WarningsSpec], str | None]
+    rule: str
+    step: int
+    text: str
 
 
 class Health:
-    """Takes the rows of a run in order and gives the new warnings."""
+    """Takes the rows of a run in order and gives the new alarms."""
 
     def __init__(self, spec: WarningsSpec, course: Course) -> None:
         self._spec = spec
         self._course = course
-        self._said: set[str] = set()
-        self._rows: deque[Row] = deque(maxlen=max(spec.window, spec.flat_steps))
-
-    def add(self, row: Row) -> list[str]:
-        """Warnings that this row is the first to cause."""
-        self._rows.append(row)
-        if len(self._rows) < self._spec.window:
-            return []
-        recent = list(islice(self._rows, len(self._rows) - self._spec.window, None))
-        found = {
-            name: rule(Window(recent, self._course), self._spec)
+        self._rules = {
+            name: rule
             for name, rule in RULES.items()
-            if name not in self._said
+            if getattr(spec, name) != rule.off and rule.concerns(course)
         }
-        if "flat_steps" not in self._said and 0 < self._spec.flat_steps <= len(self._rows):
-            history = list(islice(self._rows, len(self._rows) - self._spec.flat_steps, None))
-            found["flat_steps"] = _flat(Window(history, self._course))
-        new = {name: text for name, text in found.items() if text is not None}
-        self._said |= set(new)
-        return list(new.values())
+        self._most = max(rule.rows(spec) for rule in self._rules.values()) if self._rules else 1
+        self.speaking: frozenset[str] = frozenset()  # rules that warn of the newest row
+        self._begin()
+
+    def _begin(self) -> None:
+        self.alarms: list[Alarm] = []
+        self._past = Past()
+        self._rows: deque[Row] = deque(maxlen=max(self._most, self._spec.window))
+        self._seen: set[str] = set()  # rules that have had what they need
+
+    def add(self, row: Row) -> list[Alarm]:
+        """Alarms that this row is the first to cause. A row of the same step as the newest one is
+        that row again."""
+        step = int(row["step"] or 0)
+        if self._rows and self._rows[-1]["step"] == step:
+            return [alarm for alarm in self.alarms if alarm.step == step]
+        self._rows.append(row)
+        self._past.add(row)
+        said = {}
+        for name, rule in self._rules.items():
+            if self._past.steps < rule.due(self._spec):
+                continue
+            window = self._window(rule)
+            if not rule.lacks(window):
+                self._seen.add(name)
+            if (text := rule(window, self._spec)) is not None:
+                said[name] = text
+        self.speaking = frozenset(said)
+        before = {alarm.rule for alarm in self.alarms}
+        new = [Alarm(name, step, text) for name, text in said.items() if name not in before]
+        self.alarms += new
+        return new
+
+    def _window(self, rule: Rule) -> Window:
+        count = min(len(self._rows), rule.rows(self._spec))
+        rows = list(islice(self._rows, len(self._rows) - count, None))
+        return Window(rows, self._course, self._past)
 
     def resume(self, rows: Iterable[Row]) -> None:
-        """Continue after these rows of the same run, whose warnings have been given."""
-        self._rows.clear()
+        """Continue after these rows of the same run, whose alarms have been given."""
+        self._begin()
+        self.speaking = frozenset()
         for row in rows:
             self.add(row)
 
+    @property
+    def warnings(self) -> list[str]:
+        """Every warning so far, in the order in which they arose."""
+        return [alarm.text for alarm in self.alarms]
 
-def warnings(rows: Iterable[Row], spec: WarningsSpec, course: Course) -> list[str]:
-    """Every warning of a run so far, in the order in which they arose."""
+    def lacking(self) -> list[str]:
+        """What keeps rules from having judged the run so far, in words."""
+        steps, found = self._past.steps, []
+        due = {n: r.due(self._spec) for n, r in self._rules.items() if n != Flat.bound}
+        if steps < (most := max(due.values(), default=0)):
+            found.append(f"{most} steps are needed")
+        for name, rule in self._rules.items():
+            if name not in self._seen and steps >= due.get(name, 0):
+                found.append(rule.lacks(self._window(rule)))
+        return list(dict.fromkeys(text for text in found if text))
+
+    def verdict(self) -> RunVerdict:
+        """The verdict on the run so far."""
+        steps, count = self._past.steps, len(self.alarms)
+        if not steps:
+            return RunVerdict("unsure", "No learner step is finished yet.")
+        if count:
+            plural = "s" if count > 1 else ""
+            return RunVerdict("ill", f"{count} warning{plural} in {steps} steps:", self.warnings)
+        lacking = self.lacking()
+        if lacking:
+            said = f"{self._shown()}; {', '.join(lacking)}"
+            few = "Too few steps to judge" if "steps are needed" in lacking[0] else "Not judged"
+            return RunVerdict("unsure", f"{few}: nothing to warn of in {steps} steps, {said}.")
+        return RunVerdict(
+            "well", f"Healthy: nothing to warn of in {steps} steps.", kept=self._kept(steps)
+        )
+
+    def _shown(self) -> str:
+        """What was seen of the rewards and held-out results."""
+        rewards = [v for row in self._rows if (v := row.get("reward/mean")) is not None]
+        start = self._past.start("reward/mean")
+        seen = []
+        if rewards and start is not None:
+            seen.append(f"reward/mean {number(start)} to {number(rewards[-1])}")
+        for name, first in list(self._past.first.items())[:1]:
+            last = self._past.last[name]
+            if last.version != first.version:
+                seen.append(f"{name} {number(first.value)} to {number(last.value)}")
+        return ", ".join(seen) or "no rewards were seen"
+
+    def _kept(self, steps: int) -> list[str]:
+        return [
+            rule.kept.format(number(getattr(self._spec, name)))
+            for name, rule in self._rules.items()
+            if name in self._seen and rule.due(self._spec) <= steps and self._applies(rule)
+        ]
+
+    def _applies(self, rule: Rule) -> bool:
+        return not rule.needs or any(self._window(rule).values(name) for name in rule.needs)
+
+
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    """A run's verdict: its sentence, the warnings that it follows from, and what a healthy run has
+    kept. Example: RunVerdict("ill", "1 warning in 40 steps:", ["mismatch/ess is 0.34 (...)"])"""
+
+    kind: Literal["well", "ill", "unsure"]
+    said: str
+    warnings: Sequence[str] = ()
+    kept: Sequence[str] = ()
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, with the first warning."""
+        more = " (and the other warnings above)" if len(self.warnings) > 1 else ""
+        return f"{self.said} {self.warnings[0]}{more}" if self.warnings else self.said
+
+
+def judge(rows: Iterable[Row], spec: WarningsSpec, course: Course) -> RunVerdict:
+    """The verdict on a run by all its rows."""
     health = Health(spec, course)
-    return [text for row in rows for text in health.add(row)]
+    health.resume(rows)
+    return health.verdict()
 
 
 # ----- the steps that the recorder keeps for it -----
@@ -127,172 +232,3 @@ def add_warned(run_dir: Path, step: int) -> None:
     if (run_dir / RECORDER).is_dir():
         steps = sorted({*warned_steps(run_dir), step})
         replace_file(run_dir / RECORDER / WARNED, json.dumps(steps))
-
-
-def _sentence(what: str, window: Window, bound: str, advice: str) -> str:
-    return f"{what} ({window.steps}; {KEY}.{bound}): {advice}"
-
-
-def _below(metric: str, bound: str, advice: str) -> Rule:
-    """Warns where the window's mean of a metric is below a bound."""
-
-    def rule(window: Window, spec: WarningsSpec) -> str | None:
-        mean, least = window.mean(metric), getattr(spec, bound)
-        if mean is None or mean >= least:
-            return None
-        return _sentence(f"{metric} is {number(mean)}", window, f"{bound}={least}", advice)
-
-    return rule
-
-
-def _clip_share(window: Window, spec: WarningsSpec) -> str | None:
-    low, high = window.mean("policy/clip_low_share"), window.mean("policy/clip_high_share")
-    share = (low or 0.0) + (high or 0.0)
-    if share <= spec.clip_share:
-        return None
-    return _sentence(
-        f"the policy loss clips {share:.0%} of the tokens",
-        window,
-        f"clip_share={spec.clip_share}",
-        "they give no gradient; lower learner.lr, schedule.epochs or schedule.steps_per_phase",
-    )
-
-
-def _staleness(window: Window, spec: WarningsSpec) -> str | None:
-    mean, bound = window.mean("staleness/mean"), window.course.staleness_bound
-    # Where no token can be older than one step, an age of one is usual.
-    if mean is None or bound < 2 or mean <= spec.staleness_share * bound:
-        return None
-    return _sentence(
-        f"trained tokens are {number(mean)} steps old on average, of at most {bound}",
-        window,
-        f"staleness_share={spec.staleness_share}",
-        "the bound decides how old samples are; lower schedule.max_staleness for fresher ones, "
-        "or raise it if the engines wait",
-    )
-
-
-def _learner_idle(window: Window, spec: WarningsSpec) -> str | None:
-    share = window.share("time/wait_data_s")
-    if window.course.takes_turns or share is None or share <= spec.learner_idle:
-        return None
-    return _sentence(
-        f"the learner waits for data {share:.0%} of the time",
-        window,
-        f"learner_idle={spec.learner_idle}",
-        f"{_places(window)}raise actor.LABEL.count (rlcore scale does so while the run goes on) or "
-        "actor.LABEL.max_num_seqs",
-    )
-
-
-def _places(window: Window) -> str:
-    """Advice that comes first where episodes wait for a place."""
-    waiting = window.mean("environment/waiting")
-    if not waiting:
-        return ""
-    return f"{number(waiting)} episodes wait for a place: raise environment.concurrency; else "
-
-
-def _engine_idle(window: Window, spec: WarningsSpec) -> str | None:
-    busy = window.share("time/rollout_s")
-    if window.course.takes_turns or busy is None or 1 - busy <= spec.engine_idle:
-        return None
-    return _sentence(
-        f"engines do not decode {1 - busy:.0%} of the time",
-        window,
-        f"engine_idle={spec.engine_idle}",
-        f"{_places(window)}lower actor.LABEL.count, give the learner more (learner.ranks), or "
-        "raise schedule.max_staleness",
-    )
-
-
-def _failed_scores(window: Window, spec: WarningsSpec) -> str | None:
-    failed = window.gained("ledger/score_errors") + window.gained("ledger/score_timeouts")
-    samples = window.gained("buffer/arrived_samples")
-    if not samples or failed / samples <= spec.failed_scores:
-        return None
-    return _sentence(
-        f"{failed / samples:.1%} of the scores failed or timed out",
-        window,
-        f"failed_scores={spec.failed_scores}",
-        "the log has the last reason; mend the grader, or raise task.grade_timeout_s or "
-        "task.grader_memory_mib",
-    )
-
-
-def _flat(window: Window) -> str | None:
-    """Return whether the mean of the second half is not above that of the first by two standard
-    errors."""
-    values = window.values("reward/mean")
-    half = len(values) // 2
-    if half < 2:
-        return None
-    before, after = values[:half], values[half:]
-    parts = (statistics.variance(part) / len(part) for part in (before, after))
-    rise = statistics.fmean(after) - statistics.fmean(before)
-    if rise > 2 * math.sqrt(math.fsum(parts)):
-        return None
-    return _sentence(
-        f"reward/mean has not risen: {number(statistics.fmean(before))} in the first half, "
-        f"{number(statistics.fmean(after))} in the second",
-        window,
-        f"flat_steps={len(window.rows)}",
-        "unless the task is solved, look at samples/, raise learner.lr, or choose problems that "
-        "are sometimes solved (task.difficulty)",
-    )
-
-
-# Rules by the setting that bounds each.
-RULES: dict[str, Rule] = {
-    "ess": _below(
-        "mismatch/ess",
-        "ess",
-        "the samples hardly speak for the learner's policy; lower schedule.max_staleness, or "
-        "choose more precise actors or another correction",
-    ),
-    "acceptance": _below(
-        "mismatch/acceptance",
-        "acceptance",
-        "the actors' policy has moved away from the learner's; lower schedule.max_staleness, or "
-        "choose actors nearer to the learner",
-    ),
-    "clip_share": _clip_share,
-    "staleness_share": _staleness,
-    "learner_idle": _learner_idle,
-    "engine_idle": _engine_idle,
-    "entropy": _below(
-        "entropy",
-        "entropy",
-        "the policy hardly explores any more; lower learner.lr, or raise algorithm.eps_high "
-        "or algorithm.entropy_coef",
-    ),
-    "failed_scores": _failed_scores,
-}
-
-# The bounds that a run without warnings has kept, in words.
-HELD = {
-    "ess": "samples spoke for the learner's policy (mismatch/ess {} or more)",
-    "acceptance": "actors stayed close to the learner (mismatch/acceptance {} or more)",
-    "clip_share": "the loss clipped at most {} of the tokens",
-    "staleness_share": "samples stayed fresher than {} of what the schedule allows",
-    "learner_idle": "the learner waited for data at most {} of the time",
-    "engine_idle": "engines did not decode at most {} of the time",
-    "flat_steps": "rewards rose within {} steps",
-    "entropy": "the policy kept exploring (entropy {} nats or more)",
-    "failed_scores": "at most {} of the scores failed",
-}
-OFF = {"ess": 0, "acceptance": 0, "flat_steps": 0, "entropy": 0}  # the others: 1
-
-
-def held(bounds: Mapping[str, float], steps: int) -> list[str]:
-    """The bounds that a run of so many steps has kept without a warning, in words. `bounds`: of
-    logging.warnings; bounds that are off, or need more steps, are left out."""
-    if steps < bounds.get("window", 0):
-        return []
-    return [
-        words.format(number(bounds[name]))
-        for name, words in HELD.items()
-        if name in bounds
-        and bounds[name] != OFF.get(name, 1)
-        and (name != "flat_steps" or bounds[name] <= steps)
-    ]

@@ -3,8 +3,9 @@
 {"time": "2026-01-31T12:00:05.250Z", "role": "driver", "level": "info", "event": "note",
 "text": "continuing from step_000005"}
 
-`event` is "note", "activity", "step" (the console's line of it), "failed" (with its traceback) or
-"stderr" (what a process of the run wrote there; `role` is its name and process id).
+`event` is "note", "alarm" (a warning; also with its `rule` and `step`), "activity", "step" (the
+console's line of it), "failed" (with its traceback) or "stderr" (what a process of the run wrote
+there; `role` is its name and process id).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import traceback
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from rich.console import Console
 
 from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.health import Alarm
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import Sink
 
@@ -52,6 +55,10 @@ class LogSink(Sink):
     def note(self, text: str) -> None:
         self._write("note", text, level="warning" if text.startswith("warning: ") else "info")
 
+    def alarm(self, alarm: Alarm) -> None:
+        facts = {"rule": alarm.rule, "step": alarm.step}
+        self._write("alarm", alarm.text, level="warning", facts=facts)
+
     def activity(self, name: str, waits_for: str, step: int) -> None:
         waits = f", waits for {waits_for}" if waits_for else ""
         self._write("activity", f"after step {step}: {name}{waits}")
@@ -70,9 +77,17 @@ class LogSink(Sink):
         except OSError:
             return  # the next note of the run says that the file cannot be written
 
-    def _write(self, event: str, text: str, *, role: str = DRIVER, level: Level = "info") -> None:
+    def _write(
+        self,
+        event: str,
+        text: str,
+        *,
+        role: str = DRIVER,
+        level: Level = "info",
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        said = {"time": at, "role": role, "level": level, "event": event, "text": text}
+        said = {"time": at, "role": role, "level": level, "event": event, "text": text, **facts}
         line = json.dumps(said, ensure_ascii=False) + "\n"
         with self._lock:
             if self._path.exists() and self._path.stat().st_size + len(line) > self._most:

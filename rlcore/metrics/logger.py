@@ -16,13 +16,13 @@ from rlcore.errors import OwnershipLost
 from rlcore.files import replace_file
 from rlcore.interfaces import Reporter, Span
 from rlcore.metrics.console import ConsoleSink
-from rlcore.metrics.health import Course, Health
+from rlcore.metrics.health import ALARM, Alarm, Health, add_warned
 from rlcore.metrics.log import LogSink
-from rlcore.metrics.rows import sanitize
+from rlcore.metrics.rows import Row, read_rows, sanitize
 from rlcore.metrics.sinks import (
+    METRICS,
     NO_WANDB,
     Decoded,
-    HealthSink,
     JsonlSink,
     SamplesSink,
     Sink,
@@ -78,6 +78,34 @@ class TimelineSink(Sink):
         self._written = 0
 
 
+class RunHealth(Sink):
+    """Judges the rows of the run in a directory (`metrics/health.py`) before they are written."""
+
+    title = "the run's warnings (logging.warnings)"
+
+    def __init__(self, run_dir: Path, health: Health) -> None:
+        self.health = health
+        self._run_dir = run_dir
+        self._new: list[Alarm] = []
+
+    def log(self, row: Row) -> None:
+        self._new = []
+        self._new = self.health.add(row)
+        row[ALARM] = float(len(self.health.speaking))
+
+    def take(self) -> list[Alarm]:
+        """The alarms that the newest row gave."""
+        found, self._new = self._new, []
+        return found
+
+    def alarm(self, alarm: Alarm) -> None:
+        add_warned(self._run_dir, alarm.step)
+
+    def resume_at(self, step: int) -> None:
+        # after JsonlSink, whose rows these are: their alarms have been given
+        self.health.resume(read_rows(self._run_dir / METRICS))
+
+
 RETRY_S = 60.0  # between two tries of a sink that has failed
 
 
@@ -89,8 +117,15 @@ class MetricsLogger:
     minute and tried again, unless it says that it cannot come back.
     """
 
-    def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        clock: Callable[[], float] = time.monotonic,
+        health: RunHealth | None = None,
+    ) -> None:
+        """`health`: judges each row; None: nobody does."""
         self.sinks = list(sinks)
+        self._health = health
         self._clock = clock
         self._off: dict[Sink, float] = {}  # failed sink -> when it is tried again
 
@@ -98,12 +133,26 @@ class MetricsLogger:
         """One learner step; values are numbers or None. Raises ValueError for a repeated or skipped
         step, NoSpace or StageError if metrics.jsonl cannot be written."""
         clean = sanitize(row)  # once, so that all sinks agree on what was not finite
+        judge = self._health
+        if judge is not None:  # before the others, to whom the row says how it was judged
+            self._do(judge, lambda sink: sink.log(clean))
         try:
             self._each(lambda sink: sink.log(clean))
         except OwnershipLost:
             # the run folder is another command's from now on
             self.sinks = [sink for sink in self.sinks if not sink.in_folder]
             raise
+        for alarm in judge.take() if judge is not None else ():
+            self._tell(alarm)
+
+    def _tell(self, alarm: Alarm) -> None:
+        for sink in [*self.sinks, *filter(None, [self._health])]:
+            self._do(sink, lambda sink: sink.alarm(alarm))
+
+    @property
+    def speaking(self) -> frozenset[str]:
+        """The rules of `logging.warnings` that speak of the newest row."""
+        return frozenset() if self._health is None else self._health.health.speaking
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
         """Decoded trajectories (prompt, response, reward, status, versions, ...) under
@@ -135,9 +184,13 @@ class MetricsLogger:
     def resume_at(self, step: int) -> None:
         """Continue after `step`: rows and samples beyond it are dropped, since they come again."""
         self._each(lambda sink: sink.resume_at(step))
+        if self._health is not None:
+            self._do(self._health, lambda sink: sink.resume_at(step))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run succeeded: write summaries, then close."""
+        """The run succeeded: write summaries, with its verdict, then close."""
+        if self._health is not None:
+            summary = {**summary, "verdict": self._health.health.verdict().line}
         self._each(lambda sink: sink.finish(summary))
         self.close()
 
@@ -193,16 +246,16 @@ def open_logger(
     *,
     config: Mapping[str, Any],
     total_steps: int,
-    course: Course | None = None,
+    health: Health | None = None,
     guard: Callable[[], None] = unguarded,
 ) -> MetricsLogger:
     """The sinks of a run directory, which is created if it does not exist.
 
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
-    `course`: the facts of the schedule that warnings need; None: the run does not warn. `guard`:
-    raises OwnershipLost once the directory is another command's. A live console falls back to plain
-    where the output is no terminal. Raises UserError when W&B refuses to start or is wanted and not
-    installed, the Prometheus port is taken, or metrics.jsonl is damaged.
+    `health`: judges the rows; None: the run does not warn. `guard`: raises OwnershipLost once the
+    directory is another command's. A live console falls back to plain where the output is no
+    terminal. Raises UserError when W&B refuses to start or is wanted and not installed, the
+    Prometheus port is taken, or metrics.jsonl is damaged.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -216,6 +269,8 @@ def open_logger(
     # Sinks that may be refused come last: earlier ones must not stay open then.
     try:
         sinks += [own_sink(name)(run_dir, config) for name in spec.sinks]
+        if spec.webhook:
+            sinks.append(_webhook(run_dir, spec.webhook))
         if spec.prometheus_port:
             sinks.append(_endpoint(run_dir, spec, total_steps))
         if wandb_mode(spec) != "disabled":
@@ -223,12 +278,10 @@ def open_logger(
     except BaseException:
         MetricsLogger(sinks).close()
         raise
-    logger = MetricsLogger(sinks)
+    judge = None if health is None else RunHealth(run_dir, health)
+    logger = MetricsLogger(sinks, health=judge)
     if spec.wandb is None and wandb_mode(spec) == "disabled":
         logger.note(f"W&B is {NO_WANDB}")
-    if course is not None:
-        health = Health(spec.warnings, course)
-        logger.sinks.append(HealthSink(run_dir, health, logger.note))
     return logger
 
 
@@ -255,14 +308,21 @@ def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:
     return PrometheusSink(run_dir, total_steps, host=host, port=port)
 
 
+def _webhook(run_dir: Path, url: str) -> Sink:
+    from rlcore.metrics.webhook import WebhookSink
+
+    return WebhookSink(run_dir, url)
+
+
 class RunReporter(Reporter):
     """Rows, samples and notes of a run, through the metric sinks of its directory."""
 
     def __init__(self, logger: MetricsLogger) -> None:
         self._logger = logger
 
-    def row(self, row: Mapping[str, float | int | None]) -> None:
+    def row(self, row: Mapping[str, float | int | None]) -> frozenset[str]:
         self._logger.log(dict(row))
+        return self._logger.speaking
 
     def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
         self._logger.samples(f"step_{step:06d}", [dict(d) for d in decoded])

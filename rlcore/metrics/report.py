@@ -18,19 +18,16 @@ from rlcore.metrics.answers import changes, samples
 from rlcore.metrics.digest import Digest, duration, number
 from rlcore.metrics.digest import tasks as tasks_of
 from rlcore.metrics.figures import ELSE, QUESTIONS, TIME, Family, figures, swimlanes
-from rlcore.metrics.health import held
 from rlcore.metrics.limit import limit_share, sentence
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import MAX_POINTS, Judge, Run, read_run, thin
 
-NOT_JUDGED = "not judged"  # the beginning of a judge's sentence on a run that it cannot judge
-
 
 def header(run: Run) -> str:
     """The verdict with its reasons, the main figures, and the facts of one run."""
     kind, said = verdict(run)
-    listed = [w for w in run.warnings or () if kind != "unsure"]
+    listed = run.verdict.warnings if run.verdict is not None else ()
     warned = "".join(f"<li>{escape(text)}</li>" for text in listed)
     facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in described(run).items())
     return (
@@ -43,9 +40,7 @@ def header(run: Run) -> str:
 
 
 def _held(run: Run) -> str:
-    bounds = run.settings.get("logging")
-    bounds = bounds.get("warnings") if isinstance(bounds, Mapping) else None
-    found = held(bounds, len(run.rows)) if isinstance(bounds, Mapping) else []
+    found = run.verdict.kept if run.verdict is not None else ()
     listed = "".join(f"<li>{escape(text)}</li>" for text in found)
     summary = f"<summary>The {len(found)} things that were watched</summary>"
     return f'<details class="held">{summary}<ul>{listed}</ul></details>' if found else ""
@@ -92,20 +87,14 @@ def _spark(values: Sequence[float]) -> str:
 
 def verdict(run: Run) -> tuple[str, str]:
     """("well" | "ill" | "unsure" | "failed", a sentence)."""
-    warnings, steps = run.warnings, len(run.rows)
-    failed = run.status.get("phase") == "failed"
-    if failed:
+    steps = len(run.rows)
+    if run.status.get("phase") == "failed":
         return "failed", f"The run failed after step {run.status.get('step', steps)}."
     if not steps:
         return "unsure", "No learner step is finished yet."
-    if warnings is None:
+    if run.verdict is None:
         return "unsure", f"{steps} steps, without a verdict on warnings."
-    if warnings and warnings[0].startswith(NOT_JUDGED):
-        return "unsure", f"{steps} steps, {warnings[0]}"
-    if not warnings:
-        return "well", f"Healthy: nothing to warn of in {steps} steps."
-    count = len(warnings)
-    return "ill", f"{count} warning{'s' if count > 1 else ''} in {steps} steps:"
+    return run.verdict.kind, run.verdict.said
 
 
 def described(run: Run) -> dict[str, str]:
@@ -274,7 +263,7 @@ def write_report(
     """Write the report of one run (default: RUN_DIR/report.html) or of several together (default:
     report.html in the working directory, since it belongs to none of their folders).
 
-    `judge` finds the warnings of which the verdict is made; None: no verdict. Raises
+    `judge` gives the verdict; None: there is none. Raises
     UserError for a folder that holds no run.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(d) for d in run_dirs]

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rlcore.errors import UserError
+from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.logger import read_timeline
 from rlcore.metrics.names import combine, declared
 from rlcore.metrics.rows import Row, read_rows
@@ -43,7 +44,7 @@ class Run:
     config: str
     samples: list[dict[str, Any]] = field(default_factory=list)  # with "kind", "source" and "at"
     answers: list[Evaluated] = field(default_factory=list)  # of what was evaluated twice
-    warnings: list[str] | None = None  # None: not judged
+    verdict: RunVerdict | None = None  # None: not judged
     about: dict[str, Any] = field(default_factory=dict)  # machine, commit, versions
     status: dict[str, Any] = field(default_factory=dict)  # what it did when that was written
     timeline: list[dict[str, Any]] = field(default_factory=list)  # of the last steps
@@ -58,8 +59,8 @@ class Run:
         return found if isinstance(found, dict) else {}
 
 
-# A function that gives the warnings about the run in a folder, by its rows.
-Judge = Callable[[Path, Sequence[Row]], list[str]]
+# A function that gives the verdict on the run in a folder, by its rows.
+Judge = Callable[[Path, Sequence[Row]], RunVerdict]
 
 
 def read_run(folder: Path, judge: Judge | None = None) -> Run:
@@ -75,7 +76,7 @@ def read_run(folder: Path, judge: Judge | None = None) -> Run:
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         samples=_samples(folder / "samples"),
         answers=_answers(folder / "samples"),
-        warnings=judge(folder, rows) if judge is not None else None,
+        verdict=judge(folder, rows) if judge is not None else None,
         about=_object(folder / "about.json"),
         status=_object(folder / "status.json"),
         timeline=read_timeline(folder / "timeline.jsonl"),

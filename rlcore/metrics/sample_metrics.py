@@ -23,6 +23,13 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
         otherwise=f"at 0 no group teaches anything: {FLAT}",
     ),
     Metric(
+        "reward/equal_share",
+        "share",
+        "groups whose samples all have the same reward, of those with several",
+        healthy="below 0.9",
+        otherwise=f"such groups teach nothing: {FLAT}",
+    ),
+    Metric(
         "reward/selected_mean",
         "reward",
         "mean reward of the samples that selection kept",
@@ -86,7 +93,7 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "eval/<task>/stderr_<statistic>",
-        "share",
+        "1",
         "standard error of that statistic, clustered by prompt",
         "last",
         healthy="below the differences that you compare",

@@ -24,8 +24,8 @@ import psutil
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.files import replace_file
 from rlcore.interfaces import Callback, Span
-from rlcore.metrics.health import Health, add_warned
-from rlcore.metrics.rows import Row, RowFile, read_rows
+from rlcore.metrics.health import Alarm
+from rlcore.metrics.rows import Row, RowFile
 from rlcore.metrics.specs import LoggingSpec
 
 Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
@@ -50,6 +50,10 @@ class Sink(ABC):
 
     def note(self, text: str) -> None:
         """One line about the run's progress."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        """A rule of `logging.warnings` speaks for the first time, after the row of its step."""
+        self.note(f"warning: {alarm.text}")
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
         """Record the run's activity and the object of its wait from now on, after `step` steps."""
@@ -128,28 +132,6 @@ class SamplesSink(Sink):
             found = re.fullmatch(r"step_(\d+)", file.stem)
             if found and int(found[1]) > step:
                 file.unlink()
-
-
-class HealthSink(Sink):
-    """Notes the warnings of `metrics/health.py`. Comes after JsonlSink, whose rows it reads when a
-    run continues."""
-
-    title = "the run's warnings (logging.warnings)"
-
-    def __init__(self, run_dir: Path, health: Health, note: Callable[[str], None]) -> None:
-        self._run_dir = run_dir
-        self._health = health
-        self._note = note
-
-    def log(self, row: Row) -> None:
-        found = self._health.add(row)
-        for text in found:
-            self._note(f"warning: {text}")
-        if found and row["step"] is not None:
-            add_warned(self._run_dir, int(row["step"]))
-
-    def resume_at(self, step: int) -> None:
-        self._health.resume(read_rows(self._run_dir / "metrics.jsonl"))
 
 
 ANSWER_S = 120.0  # for one call of W&B

@@ -9,13 +9,42 @@ from rlcore.spec import Spec, Unread, setting
 
 class WarningsSpec(Spec):
     """The bounds beyond which a run warns, once each, that something is likely to be wrong
-    (`metrics/health.py`).
+    (`metrics/rules/`), by the newest steps or by a window of them.
 
-    Bounds from below are off at 0, bounds from above at 1.
+    Bounds are off at 0; those of shares that should be small, at 1.
     """
 
-    window: int = setting(20, "steps that a warning is judged by", unit="steps", gt=0)
-    ess: float = setting(0.5, "warn of a mean mismatch/ess below", ge=0, le=1)
+    window: int = setting(20, "steps that slow rules judge by", unit="steps", gt=0)
+    answer_kl: float = setting(
+        2.0,
+        "warn of samples further from the policy, in 2 of 3 steps: k3 above that of fresh samples "
+        "times the tokens of an answer, at most 128",
+        unit="nats",
+        ge=0,
+    )
+    ess: float = setting(0.5, "warn of a mismatch/ess below, in 2 of 3 steps", ge=0, le=1)
+    fallen: float = setting(
+        0.7, "warn of rewards of 3 steps below this share of the run's best 10 steps", ge=0, le=1
+    )
+    heldout: float = setting(
+        2.0, "warn of a held-out result so far below the first", unit="standard errors", ge=0
+    )
+    cut_off: float = setting(
+        0.5, "warn of a larger share of answers cut off at their limit, over 3 steps", ge=0, le=1
+    )
+    no_signal: float = setting(
+        0.95,
+        "warn of a larger share of groups with equal rewards, or a gradient of 0, over 3 steps",
+        ge=0,
+        le=1,
+    )
+    entropy: float = setting(0.01, "warn of an entropy below in 3 steps", unit="nats", ge=0)
+    entropy_rise: float = setting(
+        4.0, "warn of an entropy above so many times that of the first 3 steps, without gain", ge=0
+    )
+    length: float = setting(
+        0.2, "warn of answers below this share of the first 3 steps' length, without gain", ge=0
+    )
     acceptance: float = setting(0.8, "warn of a mean mismatch/acceptance below", ge=0, le=1)
     clip_share: float = setting(
         0.3, "warn of a larger share of tokens clipped by the policy loss", ge=0, le=1
@@ -32,12 +61,11 @@ class WarningsSpec(Spec):
     engine_idle: float = setting(
         0.5, "warn of engines that do not decode for a larger share of the time", ge=0, le=1
     )
-    flat_steps: int = setting(
-        200, "warn of rewards that have not risen over so many steps; 0: off", unit="steps", ge=0
-    )
-    entropy: float = setting(0.01, "warn of a mean entropy below", unit="nats", ge=0)
     failed_scores: float = setting(
         0.01, "warn of a larger share of samples whose score failed or timed out", ge=0, le=1
+    )
+    flat_steps: int = setting(
+        200, "warn of rewards that have not risen over so many steps; 0: off", unit="steps", ge=0
     )
 
 
@@ -89,6 +117,9 @@ class LoggingSpec(Spec):
     )
     prometheus_host: str = setting(
         "127.0.0.1", "address that the metrics are served at; loopback reaches this machine alone"
+    )
+    webhook: str = setting(
+        "", "URL that warnings and the run's end are posted to, as JSON with a `text`; empty: none"
     )
     sinks: tuple[str, ...] = setting(
         (),

@@ -385,6 +385,14 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         otherwise="the log has the reason of each replacement",
     ),
     Metric(
+        "health/alarm",
+        "rules",
+        "rules of `logging.warnings` that speak at this step, said before or not",
+        "max",
+        healthy="0",
+        otherwise="[the warning's own advice](monitoring.md#warnings)",
+    ),
+    Metric(
         "metrics/nonfinite",
         "values",
         "values of this row that were NaN or infinite and are written as null",

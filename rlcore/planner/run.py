@@ -346,11 +346,12 @@ class PlannedReporter(FakeReporter):
         self._engines = engines
         self._teacher = teacher
 
-    def row(self, row: Mapping[str, float | int | None]) -> None:
-        super().row(row)
+    def row(self, row: Mapping[str, float | int | None]) -> frozenset[str]:
+        speaking = super().row(row)
         now = asyncio.get_running_loop().time()
         busy = sum(engine.busy_s for engine in self._engines)
         self.marks.append((now, busy, self._teacher.busy_s))
+        return speaking
 
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
         pass

@@ -60,10 +60,9 @@ class FakeReporter(Reporter):
         self.timelines: dict[int, list[Span]] = {}
         self._beside = beside
 
-    def row(self, row: Mapping[str, float | int | None]) -> None:
+    def row(self, row: Mapping[str, float | int | None]) -> frozenset[str]:
         self.rows.append(dict(row))
-        if self._beside is not None:
-            self._beside.row(row)
+        return frozenset() if self._beside is None else self._beside.row(row)
 
     def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
         self.shown[step] = list(decoded)

@@ -412,6 +412,7 @@ def test_statistics_of_a_batch():
         "response_length/max": 6.0,
         "response_length/truncated_share": 0.25,
         "reward_parts/format": 0.5,
+        "reward/equal_share": 0.0,
     }
     metrics = store.metrics(buffer)
     assert metrics["buffer/arrived_tokens"] == 16 and metrics["buffer/arrived_reward_mean"] == 0.5

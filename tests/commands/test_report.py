@@ -16,8 +16,8 @@ def test_a_report_lists_the_warnings_of_its_run(ess, warned, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    assert ("mismatch/ess is 0.2 (steps 1 to 2" in text) == warned
-    assert "not judged" not in text
+    assert ("mismatch/ess is 0.2 (steps 1 to 3" in text) == warned
+    assert ("Too few steps to judge" in text) != warned
 
 
 @pytest.mark.parametrize(

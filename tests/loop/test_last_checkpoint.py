@@ -14,11 +14,12 @@ from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
 from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
-from rlcore.metrics.health import Course
+from rlcore.metrics.health import Health
 from rlcore.metrics.log import read_log
 from rlcore.metrics.logger import RunReporter, open_logger
 from rlcore.metrics.rows import read_rows
-from rlcore.metrics.specs import LoggingSpec
+from rlcore.metrics.rules.base import Course
+from rlcore.metrics.specs import LoggingSpec, WarningsSpec
 from rlcore.simulate.clock import run_simulated
 from rlcore.simulate.loop import Scenario, Simulation
 
@@ -70,7 +71,8 @@ def _run(schedule, root, events=None, *, resume=False):
         await found[0].run(events, resume=resume)
 
     error = None
-    with open_logger(root, QUIET, config={}, total_steps=8, course=COURSE) as logger:
+    health = Health(WarningsSpec(), COURSE)
+    with open_logger(root, QUIET, config={}, total_steps=8, health=health) as logger:
         try:
             run_simulated(main(logger))
         except Exception as e:

@@ -10,6 +10,7 @@ import pytest
 from rlcore.errors import UserError
 from rlcore.metrics.answers import samples, shown
 from rlcore.metrics.figures import swimlanes
+from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.logger import open_logger
 from rlcore.metrics.metric import Metric
 from rlcore.metrics.names import declared, split_kind
@@ -178,13 +179,13 @@ def test_a_group_stays_together_within_the_budget():
 
 def test_a_healthy_run_says_in_words_what_it_held(tmp_path):
     folder = make_run(tmp_path / "run", steps=6)
-    bounds = {"window": 4, "ess": 0.5, "learner_idle": 0.75, "entropy": 0.0, "flat_steps": 200}
-    (folder / "config.yaml").write_text(json.dumps({"logging": {"warnings": bounds}}))
-    page = Page(write_report(folder, judge=lambda folder, rows: []).read_text()).text
+    well = RunVerdict("well", "Healthy: nothing to warn of in 6 steps.", kept=["samples spoke"])
+    page = Page(write_report(folder, judge=lambda folder, rows: well).read_text()).text
     assert "Healthy: nothing to warn of in 6 steps." in page
-    assert "samples spoke for the learner's policy (mismatch/ess 0.5 or more)" in page
-    assert "the learner waited for data at most 0.75 of the time" in page
-    assert "rewards rose" not in page and "exploring" not in page  # not judged yet, and off
+    assert "The 1 things that were watched" in page and "samples spoke" in page
+    few = RunVerdict("unsure", "Too few steps to judge: nothing to warn of in 6 steps.")
+    page = Page(write_report(folder, judge=lambda folder, rows: few).read_text()).text
+    assert "Too few steps to judge" in page and "were watched" not in page
 
 
 def test_texts_are_escaped_and_the_newest_samples_and_the_configuration_are_there(tmp_path):
@@ -200,7 +201,9 @@ def test_warnings_of_each_run_stand_above_the_curves(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("well", "ill")]
 
     def judge(folder, rows):
-        return [f"<b>ESS</b> of {len(rows)} rows"] if folder.name == "ill" else []
+        if folder.name == "well":
+            return RunVerdict("well", "Healthy: nothing to warn of in 6 steps.")
+        return RunVerdict("ill", "1 warning in 6 steps:", [f"<b>ESS</b> of {len(rows)} rows"])
 
     text = write_report(runs, tmp_path / "both.html", judge).read_text()
     page = Page(text).text

@@ -1,0 +1,1 @@
+"""The rules that judge a run by its rows, by their subject."""

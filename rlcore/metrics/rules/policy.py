@@ -1,0 +1,297 @@
+"""Rules about the policy: that it is being lost, learns nothing, or runs to an end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from rlcore.metrics.digest import number
+from rlcore.metrics.rows import Row
+from rlcore.metrics.rules.base import RECENT, Fast, Rule, Window, held_out
+from rlcore.metrics.specs import WarningsSpec
+
+LONGEST = 128  # tokens of an answer that count in its KL: the evidence for a bound ends there
+HOLDS = 0.5  # nats an answer that a rate is advised for
+GROWTH = 1.6  # the power of the learning rate that the KL of an answer grows with
+
+
+def answer_kl(row: Row, floor: float) -> float | None:
+    """KL of an answer's samples that are not fresh from the policy, in nats, at most LONGEST tokens
+    of it; None where it is not known. `floor`: k3 of fresh tokens."""
+    measured = row.get("step_bound/answer_kl")
+    if measured is not None:
+        return measured
+    k3, tokens = row.get("mismatch/kl_k3"), row.get("response_length/mean")
+    if k3 is None or tokens is None:
+        return None
+    fresh = row.get("staleness/max") == 0
+    return 0.0 if fresh else max(0.0, k3 - floor) * min(tokens, LONGEST)
+
+
+def rate_that_holds(lr: float, nats: float) -> float:
+    """The learning rate with which an answer's KL of `nats` would be HOLDS, rounded down to one
+    digit."""
+    rate = lr * min(1.0, (HOLDS / nats) ** (1 / GROWTH))
+    place = 10.0 ** math.floor(math.log10(rate))
+    return float(f"{math.floor(rate / place + 1e-9) * place:.0e}")
+
+
+class AnswerKl(Fast):
+    """Samples that are several nats an answer from the policy say that it moves further than the
+    steps in flight should move it. Two rows, since one batch can be odd."""
+
+    bound = "answer_kl"
+    needs = ("mismatch/kl_k3", "response_length/mean")
+    kept = "samples stayed within {} nats an answer of the policy"
+    of_policy = True
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        found = [answer_kl(row, window.past.floor) for row in window.rows]
+        above = [(d, row) for d, row in zip(found, window.rows) if (d or 0.0) > spec.answer_kl > 0]
+        if len(above) < 2:
+            return None
+        nats, row = above[-1]
+        facts = ("mismatch/kl_k3", "k3 {} a token"), ("staleness/mean", "{} steps old")
+        shown = [
+            text.format(number(value))
+            for name, text in (*facts, ("mismatch/ess", "ESS {}"))
+            if (value := row.get(name)) is not None
+        ]
+        return self.sentence(
+            f"samples are {number(nats)} nats an answer from the policy, {', '.join(shown)}",
+            window,
+            spec,
+            f"the steps since then moved it further than they bear; {_slower(*above[0])}, or lower "
+            "schedule.max_staleness",
+        )
+
+
+def _slower(nats: float | None, row: Row) -> str:
+    lr = row.get("lr")
+    return f"set learner.lr={rate_that_holds(lr, nats):g}" if lr and nats else "lower learner.lr"
+
+
+class EffectiveSamples(Fast):
+    """Two of three rows in which few samples carry all the weight."""
+
+    bound = "ess"
+    needs = ("mismatch/ess",)
+    kept = "samples spoke for the learner's policy (mismatch/ess {} or more)"
+    of_policy = True
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        below = [v for v in window.values("mismatch/ess") if v < spec.ess]
+        if len(below) < 2:
+            return None
+        return self.sentence(
+            f"mismatch/ess is {number(below[-1])}",
+            window,
+            spec,
+            "the samples hardly speak for the learner's policy; lower learner.lr or "
+            "schedule.max_staleness, or choose more precise actors or another correction",
+        )
+
+
+class Fallen(Fast):
+    """Rewards below a share of the run's best, and by more than they scatter."""
+
+    bound = "fallen"
+    needs = ("reward/mean",)
+    kept = "rewards stayed above {} of the best that the run had"
+    of_policy = True
+
+    def due(self, spec: WarningsSpec) -> int:
+        return 2 * RECENT
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        best, now = window.past.best, window.values("reward/mean")
+        if best is None or len(now) < RECENT or not spec.fallen:
+            return None
+        was, variance, steps = best
+        mean = statistics.fmean(now)
+        error = math.sqrt(variance * (1 / steps + 1 / RECENT))
+        # three errors, since the best of many steps is above their mean by chance
+        if was - mean <= max((1 - spec.fallen) * abs(was), 3 * error):
+            return None
+        return self.sentence(
+            f"reward/mean has fallen to {number(mean)} from {number(was)}, the run's best "
+            f"{steps} steps",
+            window,
+            spec,
+            "lower learner.lr, and go on from a checkpoint of before "
+            "(schedule.on_collapse=rollback does both)",
+        )
+
+
+class HeldOutFallen(Rule):
+    """A held-out result that is below the run's first."""
+
+    bound = "heldout"
+    kept = "held-out results did not end {} standard errors below the first"
+    of_policy = True
+
+    def rows(self, spec: WarningsSpec) -> int:
+        return 1
+
+    def lacks(self, window: Window) -> str:
+        past = window.past
+        twice = any(past.last[name].version != first.version for name, first in past.first.items())
+        return "" if twice else "there are no two held-out results to compare"
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        if not spec.heldout:
+            return None
+        for name in held_out(window.rows[-1]):
+            first, last = window.past.first[name], window.past.last[name]
+            error = math.hypot(first.error, last.error)
+            if first.value - last.value > spec.heldout * error and last.value < first.value:
+                return self.sentence(
+                    f"{name} is {number(last.value)} at version {last.version}, below "
+                    f"{number(first.value)} at version {first.version}",
+                    window,
+                    spec,
+                    "the run has made the policy worse; lower learner.lr, or look at samples/ for "
+                    "rewards that are gained without solving the task",
+                )
+        return None
+
+
+class CutOff(Fast):
+    """Answers that reach the limit of their length before they end."""
+
+    bound = "cut_off"
+    needs = ("response_length/truncated_share",)
+    off = 1
+    kept = "at most {} of the answers were cut off"
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        cut = window.values("response_length/truncated_share")
+        share = math.fsum(cut) / max(1, len(cut))
+        right = window.mean("reward_parts/correct")
+        right = window.mean("reward/mean") if right is None else right
+        # where more are right than end by themselves, answers need no end
+        needless = right is not None and right > 1 - share + 0.05
+        if len(cut) < RECENT or share <= spec.cut_off or needless:
+            return None
+        return self.sentence(
+            f"{share:.0%} of the answers are cut off before they end",
+            window,
+            spec,
+            "raise rollout.max_new_tokens, or have the reward ask for shorter answers",
+        )
+
+
+class NoSignal(Fast):
+    """Steps that teach nothing: all samples of each group are rewarded alike, or the gradient is 0
+    or not finite."""
+
+    bound = "no_signal"
+    needs = ("reward/mean",)
+    off = 1
+    kept = "at most {} of the groups had equal rewards"
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        if len(window.rows) < RECENT or window.solved or spec.no_signal == self.off:
+            return None
+        return self._equal(window, spec) or self._gradient(window, spec)
+
+    def _equal(self, window: Window, spec: WarningsSpec) -> str | None:
+        equal = window.values("reward/equal_share")
+        share = math.fsum(equal) / max(1, len(equal))
+        if len(equal) < RECENT or share <= spec.no_signal or not window.course.compares_groups:
+            return None
+        return self.sentence(
+            f"all samples of a group have equal rewards in {share:.0%} of the groups",
+            window,
+            spec,
+            "nothing tells good answers from bad; choose problems that are sometimes solved "
+            "(task.difficulty), raise rollout.samples_per_prompt, or look at the grader's verdicts "
+            "in samples/",
+        )
+
+    def _gradient(self, window: Window, spec: WarningsSpec) -> str | None:
+        for name in ("grad_norm", "reward/std"):
+            found = [row[name] for row in window.rows if name in row]
+            if len(found) == RECENT and not any(found):
+                break
+        else:
+            return None
+        return self.sentence(
+            f"{name} is {'not finite' if found[-1] is None else '0'}",
+            window,
+            spec,
+            "the steps teach nothing; look at samples/ for rewards that are all alike, and at "
+            "correction/kept_share for tokens that are all masked",
+        )
+
+
+class EntropyGone(Fast):
+    """A policy that hardly explores any more before the task is solved."""
+
+    bound = "entropy"
+    needs = ("entropy",)
+    kept = "the policy kept exploring (entropy {} nats or more)"
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        found = window.values("entropy")
+        if len(found) < RECENT or max(found) >= spec.entropy or window.solved:
+            return None
+        return self.sentence(
+            f"entropy is {number(found[-1])}",
+            window,
+            spec,
+            "the policy hardly explores any more; lower learner.lr, or raise algorithm.eps_high "
+            "or algorithm.entropy_coef",
+        )
+
+
+class EntropyRise(Fast):
+    """A policy that becomes noise."""
+
+    bound = "entropy_rise"
+    needs = ("entropy",)
+    kept = "entropy stayed below {} times that of the first steps"
+
+    def due(self, spec: WarningsSpec) -> int:
+        return 2 * RECENT
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        start, found = window.past.start("entropy"), window.values("entropy")
+        if not start or len(found) < RECENT or not spec.entropy_rise or window.gains:
+            return None
+        if min(found) <= spec.entropy_rise * start:
+            return None
+        return self.sentence(
+            f"entropy is {number(found[-1])} nats, from {number(start)} in the first steps, and "
+            "rewards have not risen",
+            window,
+            spec,
+            "the policy is becoming noise; lower learner.lr or algorithm.entropy_coef",
+        )
+
+
+class LengthGone(Fast):
+    """Answers that shrink to nothing."""
+
+    bound = "length"
+    needs = ("response_length/mean",)
+    kept = "answers kept {} of the length of the first steps"
+
+    def due(self, spec: WarningsSpec) -> int:
+        return 2 * RECENT
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        start = window.past.start("response_length/mean")
+        found = window.values("response_length/mean")
+        if start is None or len(found) < RECENT or window.gains:
+            return None
+        if max(found) >= spec.length * start:
+            return None
+        return self.sentence(
+            f"answers have {number(found[-1])} tokens, from {number(start)} in the first steps, "
+            "and rewards have not risen",
+            window,
+            spec,
+            "the policy is giving up on answers; lower learner.lr, or look at samples/ and at the "
+            "parts of the reward that short answers gain by",
+        )

@@ -1,0 +1,135 @@
+"""Rows of runs for tests of verdicts: recorded ones, and ones that are ill or well by
+construction."""
+
+import json
+import random
+from pathlib import Path
+
+RECORDED = Path(__file__).parent / "data" / "h100_runs.jsonl"
+
+
+def recorded():
+    """{run: rows} of eight runs on a GPU, of which five lose their policy."""
+    runs = map(json.loads, RECORDED.read_text().splitlines())
+    return {
+        run["run"]: [
+            {"step": step, "lr": run["lr"], **dict(zip(run["names"], values))}
+            for step, values in enumerate(run["rows"], start=1)
+        ]
+        for run in runs
+    }
+
+
+def rows(steps, *, failing=0.0, rise=0.01, start=0.2, evals=5, seed=0, **extra):
+    """Of a run whose every value is well, but for `extra`: a value, or a function of the step.
+    `failing`: failed scores a step; `evals`: steps between evaluations."""
+    noise = random.Random(seed)
+
+    def row(step):
+        reward = min(1.0, start + rise * step)
+        held_out = {
+            "eval/policy_version": step - 1,
+            "eval/digits/mean@1": min(1.0, start + rise * step),
+            "eval/digits/stderr_mean@1": 0.02,
+        }
+        found = {
+            "step": step,
+            "mismatch/ess": 0.95,
+            "mismatch/acceptance": 0.98,
+            "mismatch/kl_k3": 0.001 if step > 1 else 0.0,
+            "policy/clip_low_share": 0.01,
+            "policy/clip_high_share": 0.02,
+            "staleness/mean": 2.0 if step > 1 else 0.0,
+            "staleness/max": 3.0 if step > 1 else 0.0,
+            "time/step_s": 2.0,
+            "time/wait_data_s": 0.5,
+            "time/rollout_s": 1.8,
+            "entropy": 0.4,
+            "grad_norm": 0.3,
+            "lr": 5e-5,
+            "reward/mean": reward + noise.gauss(0, 0.02),
+            "reward/std": 0.4,
+            "reward/equal_share": 0.3,
+            "response_length/mean": 20.0,
+            "response_length/truncated_share": 0.01,
+            "ledger/score_errors": failing * step,
+            "ledger/score_timeouts": 0.0,
+            "buffer/arrived_samples": 10.0 * step,
+            **(held_out if evals and step % evals == 1 else {}),
+        }
+        changed = {n: v(step) if callable(v) else v for n, v in extra.items()}
+        # what only evaluations have stays with them
+        return found | {n: v for n, v in changed.items() if n in found or "eval/" not in n}
+
+    return [row(step) for step in range(1, steps + 1)]
+
+
+def after(step, before, then):
+    """A value that changes after a step."""
+    return lambda at: before if at <= step else then
+
+
+# What makes a run ill, by the shortest of 5, 20 and 200 steps at which some rule must have spoken.
+ILL = {
+    "few effective samples": (5, {"mismatch/ess": after(2, 0.9, 0.03)}),
+    "samples far from the policy": (5, {"mismatch/kl_k3": after(2, 0.002, 0.3)}),
+    "answers cut off": (5, {"response_length/truncated_share": 0.88, "reward/mean": 0.05}),
+    "all cut off, some credit": (
+        5,
+        {
+            "response_length/truncated_share": 1.0,
+            "reward/mean": 0.4,
+            "reward_parts/correct": 0.0,
+        },
+    ),
+    "gradient 0": (5, {"grad_norm": 0.0}),
+    "gradient not finite": (5, {"grad_norm": None}),
+    "groups of equal rewards": (5, {"reward/equal_share": 1.0, "reward/mean": 0.0}),
+    "no spread of rewards": (5, {"reward/std": 0.0, "reward/mean": 0.1}),
+    "entropy gone": (5, {"entropy": 0.001}),
+    "rewards fall at once": (20, {"reward/mean": after(10, 0.42, 0.05)}),
+    "held-out result falls": (
+        20,
+        {"eval/digits/mean@1": lambda step: 0.47 - 0.012 * step, "reward/mean": 0.45},
+    ),
+    "entropy rises": (20, {"entropy": lambda step: 0.3 + 0.2 * step, "reward/mean": 0.15}),
+    "answers shrink": (
+        20,
+        {"response_length/mean": lambda step: max(1.0, 20 - 2 * step), "reward/mean": 0.15},
+    ),
+    "rewards fall slowly": (200, {"reward/mean": lambda step: 0.7 - 0.003 * step}),
+    "no gain in 200 steps": (
+        200,
+        {"reward/mean": lambda step: 0.3 + 0.01 * (step % 3), "eval/digits/mean@1": 0.3},
+    ),
+}
+LATER = ("no gain in 200 steps",)  # not ill before
+# Runs that are well, in ways that a rule could take for an illness.
+WELL = {
+    "learns": {},
+    "on policy": {"staleness/mean": 0.0, "staleness/max": 0.0},
+    "on policy, coarse actors": {
+        "mismatch/kl_k3": 0.05,
+        "staleness/mean": 0.0,
+        "staleness/max": 0.0,
+    },
+    "coarse actors, a floor from the first step on": {"mismatch/kl_k3": 0.05},
+    "solved": {
+        "reward/mean": 1.0,
+        "reward_parts/correct": 1.0,
+        "reward/std": 0.0,
+        "reward/equal_share": 1.0,
+        "grad_norm": 0.0,
+        "entropy": 0.001,
+        "eval/digits/mean@1": 1.0,
+    },
+    "answers need no end": {
+        "response_length/truncated_share": 1.0,
+        "reward_parts/correct": lambda step: min(1.0, 0.3 + step / 100),
+    },
+    "shorter answers that gain": {"response_length/mean": lambda step: max(3.0, 20 - step)},
+    "one odd step in twenty": {
+        "mismatch/ess": lambda step: 0.1 if step % 20 == 7 else 0.95,
+        "mismatch/kl_k3": lambda step: 0.0 if step == 1 else 0.4 if step % 20 == 7 else 0.001,
+    },
+}
