@@ -1,8 +1,11 @@
 """The expected gradient of a loss function, enumerated, beside the policy gradient.
 
-A bandit of two tokens is small enough that every batch of a few answers can be tried, with its
-probability: the expectation is exact, without a sample. A function is judged unchanged: one of
-rlcore's form (`LossBatch`), or a loss with the signature of verl, OpenRLHF, SkyRL or TRL.
+A bandit of two to five tokens is small enough that every batch of a few answers can be tried, with
+its probability: the expectation is exact, without a sample. A verdict holds up to the ratios, the
+answers and the groups of its world, which it names. Every batch is passed twice: a function that
+answers the second time in another way is not deterministic, and nothing more is said of it. A
+function is judged unchanged: one of rlcore's form (`LossBatch`), or a loss with the signature of
+verl, OpenRLHF, SkyRL or TRL.
 
     from rlcore.referee import judge
     for verdict in judge(my_loss):
@@ -26,9 +29,10 @@ from torch import Tensor
 from rlcore.errors import UserError
 from rlcore.registry import LoadError, load_object
 
-V, T, START = 3, 2, 3  # tokens, positions, and the state before the first token
-END = 2  # the token that ends an answer at the first position, where lengths differ
+START = 3  # the state before the first token; others are the last token
 EXACT = 1e-6  # a departure below is none
+SAME = 1e-9  # of two answers to one batch, relative to the largest slope
+FAR = 3.0  # times the noise of a far actor
 CAP = 2.0  # of the truncated ratio
 
 # Logits by state (after token 0, 1, 2; at the start) of p_ref, and what is added to them for the
@@ -52,6 +56,8 @@ _REWARDS: dict[tuple[int, ...], float] = {
     (1, 2): -1.0,
 }
 _REWARDS |= {(2, 0): 0.6, (2, 1): -0.8, (2, 2): 1.3, (2,): 1.5}
+# what a later token adds, by the first one
+_LATER = ((0.9, -0.7, 0.3), (-0.4, 1.1, -0.9), (0.5, -1.2, 0.8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +88,23 @@ class World:
     group of two answers, whose mean reward is subtracted.
     """
 
-    actor: str = "matched"  # or "mismatch"; "truncated": it never samples its rarest token
+    # or "mismatch"; "far": ratios of a token above 10; "truncated": it never samples its rarest
+    actor: str = "matched"
     later_step: bool = False  # the second step on a batch: p_new is not p_ref
-    lengths: str = "equal"  # or "mixed": one answer ends after its first token
+    lengths: str = "equal"  # or "mixed": the last token of the vocabulary ends an answer
     group: int = 2  # answers of a group
     groups: int = 1  # groups of a batch
     advantage: str = "centred"  # or "normalised" by the group's deviation, too; or "reward"
+    tokens: int = 2  # of the longest answer: a vocabulary of three, of two from four tokens on
+
+    @property
+    def vocabulary(self) -> int:
+        return 3 if self.tokens < 4 else 2
 
     def __str__(self) -> str:
         words = [f"actor {self.actor}"]
         words += ["later step"] * self.later_step + ["lengths mixed"] * (self.lengths == "mixed")
+        words += [f"{self.tokens} tokens"] * (self.tokens != 2)
         if (self.group, self.groups) != (2, 1):
             words.append(f"{self.groups} x {self.group} answers")
         words += [f"advantage {self.advantage}"] * (self.advantage != "centred")
@@ -112,9 +125,12 @@ WORLDS = (
             {"advantage": "reward"},
             {"advantage": "normalised", "group": 3},
             {"group": 3},
-            {"groups": 2},
         )
     ),
+    World(lengths="mixed", groups=2),
+    *(World(actor, tokens=3) for actor in ("matched", "mismatch")),
+    World("mismatch", tokens=5),
+    *(World("far", later) for later in (False, True)),
 )
 
 
@@ -144,7 +160,9 @@ class Verdict:
     """How far an expected gradient g is from the policy gradient r of p_new.
 
     `scale` is <g, r> / <r, r>, `departure` is |g - scale r| / |scale r|, and `cosine` that of g and
-    r. A learning rate makes up for a scale, not for a departure.
+    r. A learning rate makes up for a scale, not for a departure. All of it holds in its world:
+    up to `ratio`, the largest p_new/p_inf of an answer or of its inverse, `world.tokens` and
+    `world.group`. `deterministic`: a batch that was passed twice had the same gradient.
     """
 
     world: World
@@ -153,17 +171,30 @@ class Verdict:
     scale: float
     departure: float
     cosine: float
+    ratio: float = 1.0
+    deterministic: bool = True
 
     @property
     def exact(self) -> bool:
-        return self.departure < EXACT and self.scale > 0
+        return self.deterministic and self.departure < EXACT and self.scale > 0
 
     def __str__(self) -> str:
-        found = "exact" if self.exact else f"departs by {self.departure:.3g}"
+        found = f"exact up to {extent([self])}" if self.exact else self._departure
         return (
             f"{self.world}; weights {self.weights}; {self.aggregation or 'its own mean'}: {found}, "
             f"scale {self.scale:.3g}, cosine {self.cosine:.4f}"
         )
+
+    @property
+    def _departure(self) -> str:
+        return f"departs by {self.departure:.3g}" if self.deterministic else "not deterministic"
+
+
+def extent(verdicts: Sequence[Verdict]) -> str:
+    """How far verdicts reach: "ratios of 2.9, answers of 2 tokens, groups of 2"."""
+    ratio = max(v.ratio for v in verdicts)
+    tokens, group = (max(getattr(v.world, n) for v in verdicts) for n in ("tokens", "group"))
+    return f"ratios of {ratio:.3g}, answers of {tokens} tokens, groups of {group}"
 
 
 def judge(
@@ -173,18 +204,24 @@ def judge(
     that its form accepts. Raises UserError for a function of no known form, and where the loss is
     no finite scalar."""
     form = form_of(loss)
-    kinds = (
-        weights if weights is not None else (tuple(WEIGHTS) if form.takes_weights else ("none",))
-    )
     for world in worlds:
         table = _Table(world)
-        matched = world.actor == "matched"
+        kinds = weights if weights is not None else _kinds(world, form)
         for kind in kinds:
-            if matched and kind != "none":
+            if world.actor == "matched" and kind != "none":
                 continue  # the weights are one
             for aggregation in form.aggregations:
                 adapted = form.adapted(aggregation)
                 yield table.verdict(adapted, kind, aggregation)
+
+
+def _kinds(world: World, form: LossForm) -> tuple[str, ...]:
+    """The kinds of weights of a world: weights of tokens, which are biased for two tokens, are not
+    asked of longer or farther answers."""
+    if not form.takes_weights:
+        return ("none",)
+    usual = world.tokens == 2 and world.actor != "far"
+    return tuple(WEIGHTS) if usual else ("none", "sequence")
 
 
 class _Table:
@@ -192,19 +229,23 @@ class _Table:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        ends = world.lengths == "mixed"
-        self.answers = [
-            (a,) if ends and a == END else (a, b)
-            for a in range(V)
-            for b in range(1 if ends and a == END else V)
-        ]
-        self.tokens = torch.tensor([(*a, 0)[:T] for a in self.answers])
-        self.mask = torch.tensor([[True, len(a) == T] for a in self.answers])
-        self.states = torch.stack([torch.full((len(self.answers),), START), self.tokens[:, 0]], 1)
-        self.rewards = torch.tensor([_REWARDS[a] for a in self.answers], dtype=torch.float64)
-        self.ref = _REF.log_softmax(-1)
-        self.new = (_REF + _STEP * world.later_step).log_softmax(-1)
-        self.inf = _actor(world.actor)
+        size, longest = world.vocabulary, world.tokens
+        self.answers = _answers(size, longest, ends=world.lengths == "mixed")
+        self.tokens = torch.tensor([(*a, *(0,) * longest)[:longest] for a in self.answers])
+        lengths = torch.tensor([len(a) for a in self.answers])
+        self.mask = torch.arange(longest) < lengths[:, None]
+        before = torch.full((len(self.answers), 1), START)
+        self.states = torch.cat([before, self.tokens[:, :-1]], 1)
+        self.rewards = torch.tensor([_reward(a) for a in self.answers], dtype=torch.float64)
+        self.ref = _REF[:, :size].log_softmax(-1)
+        self.new = (_REF + _STEP * world.later_step)[:, :size].log_softmax(-1)
+        self.inf = _actor(world.actor, size)
+
+    @cached_property
+    def ratio(self) -> float:
+        """The largest p_new/p_inf of an answer that the actor samples, or of its inverse."""
+        logs = (self.at(self.new) - self.at(self.inf)).sum(1)
+        return float(logs[logs.isfinite()].abs().max().exp())
 
     def at(self, logp: Tensor) -> Tensor:
         """[A, T]: log-probs of the answers' tokens by a table [V + 1, V]."""
@@ -218,28 +259,35 @@ class _Table:
         return torch.autograd.grad((logp.exp() * self.rewards).sum(), logits)[0]
 
     def verdict(self, loss: Callable[[LossBatch], Any], kind: str, aggregation: str) -> Verdict:
-        ascent, truth = -self._expected(loss, kind).flatten(), self.policy_gradient.flatten()
+        expected, deterministic = self._expected(loss, kind)
+        ascent, truth = -expected.flatten(), self.policy_gradient.flatten()
         scale = float(ascent @ truth / (truth @ truth))
         off = ascent - scale * truth
         departure = float(off.norm() / (abs(scale) * truth.norm()).clamp(min=1e-30))
         cosine = float(ascent @ truth / (ascent.norm() * truth.norm()).clamp(min=1e-30))
-        return Verdict(self.world, kind, aggregation, scale, departure, cosine)
+        how = (self.world, kind, aggregation)
+        return Verdict(*how, scale, departure, cosine, self.ratio, deterministic)
 
-    def _expected(self, loss: Callable[[LossBatch], Any], kind: str) -> Tensor:
-        """The gradient [V + 1, V] of the loss by the logits of p_new, over all batches."""
+    def _expected(self, loss: Callable[[LossBatch], Any], kind: str) -> tuple[Tensor, bool]:
+        """The gradient [V + 1, V] of the loss by the logits of p_new, over all batches, and whether
+        it was the same when a batch was passed again."""
         probability = self.at(self.inf).sum(1).exp()
         size = self.world.group * self.world.groups
-        by_token = torch.zeros(len(self.answers), T, dtype=torch.float64)
+        by_token = torch.zeros(self.mask.shape, dtype=torch.float64)
+        deterministic = True
         for rows in itertools.product(range(len(self.answers)), repeat=size):
             index = torch.tensor(rows)
             p = float(probability[index].prod())
             if p:
-                by_token.index_add_(0, index, p * self._slope(loss, index, kind))
+                slope, again = (self._slope(loss, index, kind) for _ in range(2))
+                same = torch.allclose(slope, again, rtol=0, atol=SAME * float(slope.abs().max()))
+                deterministic &= same
+                by_token.index_add_(0, index, p * slope)
         # d log p[s, v] / d logits[s] = one_hot(v) - p[s]
         here = by_token.where(self.mask, 0.0)
-        found = torch.zeros(V + 1, V, dtype=torch.float64)
+        found = torch.zeros(self.new.shape, dtype=torch.float64)
         found.index_put_((self.states, self.tokens), here, accumulate=True)
-        return found - found.sum(1, keepdim=True) * self.new.exp()
+        return found - found.sum(1, keepdim=True) * self.new.exp(), deterministic
 
     def _slope(self, loss: Callable[[LossBatch], Any], index: Tensor, kind: str) -> Tensor:
         """[B, T]: the derivative of one batch's loss by log p_new of its tokens."""
@@ -282,13 +330,35 @@ class _Table:
         return centred.flatten()
 
 
-def _actor(kind: str) -> Tensor:
+def _answers(size: int, longest: int, *, ends: bool) -> list[tuple[int, ...]]:
+    """All answers of at most `longest` tokens; with `ends` the last of the vocabulary ends one."""
+    found: list[tuple[int, ...]] = [()]
+    for _ in range(longest):
+        found = [
+            answer
+            for begun in found
+            for answer in (
+                [begun]
+                if ends and begun and begun[-1] == size - 1
+                else [(*begun, token) for token in range(size)]
+            )
+        ]
+    return found
+
+
+def _reward(answer: tuple[int, ...]) -> float:
+    later = sum(_LATER[answer[0]][token] * (1 + i / 4) for i, token in enumerate(answer[2:]))
+    return _REWARDS[answer[:2]] + later
+
+
+def _actor(kind: str, size: int) -> Tensor:
     """[V + 1, V]: log-probs of the actor; -inf where it never samples."""
     if kind == "truncated":
-        logp = _REF.log_softmax(-1)
+        logp = _REF[:, :size].log_softmax(-1)
         kept = logp > logp.amin(-1, keepdim=True)
         return logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    return (_REF + _NOISE * (kind == "mismatch")).log_softmax(-1)
+    noise = {"matched": 0.0, "mismatch": 1.0, "far": FAR}[kind]
+    return (_REF + _NOISE * noise)[:, :size].log_softmax(-1)
 
 
 def _scalar(found: Any) -> Tensor:
@@ -475,12 +545,16 @@ def referee(word: str, *, as_json: bool) -> int:
         "gradient of p_new, enumerated; 0 is exact, up to a scale that the learning rate absorbs.\n"
     )
     print("\n".join(lines(verdicts)))
+    exact = [v for v in verdicts if v.exact]
+    reach = extent(exact) if exact else "nothing"
+    print(f"\nWhat is exact is so up to {reach}: larger ones were not tried.")
     return 0
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
     world = {n: getattr(verdict.world, n) for n in World.__dataclass_fields__}
-    numbers = {n: getattr(verdict, n) for n in ("scale", "departure", "cosine", "exact")}
+    names = ("scale", "departure", "cosine", "exact", "ratio", "deterministic")
+    numbers = {n: getattr(verdict, n) for n in names}
     return {**world, "weights": verdict.weights, "aggregation": verdict.aggregation, **numbers}
 
 
@@ -497,6 +571,8 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _cell(verdict: Verdict) -> str:
+    if not verdict.deterministic:
+        return "not deterministic"
     scale = f"({verdict.scale:.2f})"
     return f"exact {scale}" if verdict.exact else f"{verdict.departure:.3f} {scale}"
 

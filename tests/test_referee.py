@@ -16,7 +16,7 @@ from rlcore.errors import UserError
 from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import LossTensors
 from rlcore.objectives.specs import ObjectiveSpec, make_loss
-from rlcore.referee import WORLDS, World, form_of, judge, lines
+from rlcore.referee import WORLDS, LossBatch, World, extent, form_of, judge, lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,6 +48,73 @@ def test_the_scale_is_that_of_a_mean_which_includes_the_answer():
         assert verdict.scale == pytest.approx((world.group - 1) / world.group, rel=1e-12)
     (verdict,) = judge(reinforce, [World(advantage="reward")])
     assert verdict.scale == pytest.approx(1.0, rel=1e-12)
+
+
+def whole(batch, tokens=None, cap=1e30):
+    """A policy gradient with a sequence's ratio of its own; of its first `tokens` alone, capped."""
+    logs = ((batch.logp_new.detach() - batch.logp_inf) * batch.mask)[:, :tokens]
+    weight = logs.sum(1, keepdim=True).exp().clamp(max=cap)
+    return -(weight * batch.advantages * batch.logp_new * batch.mask).sum(1).mean()
+
+
+def first_two(batch):
+    """A loss that ignores the third token."""
+    names = ("logp_new", "logp_ref", "logp_inf", "advantages", "mask")
+    cut = {name: getattr(batch, name)[:, :2] for name in names}
+    return whole(LossBatch(**cut, rewards=batch.rewards, group_ids=batch.group_ids, weights=None))
+
+
+LARGER = [w for w in WORLDS if w.tokens > 2 or w.actor == "far"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "caught"),
+    [
+        (functools.partial(whole, cap=5.0), "far"),
+        (functools.partial(whole, tokens=4), "5 tokens"),
+        (functools.partial(whole, tokens=2), "3 tokens"),
+        (first_two, "3 tokens"),
+    ],
+)
+def test_what_shows_in_larger_worlds_alone_is_caught(wrong, caught):
+    def named(batch):
+        return wrong(batch)
+
+    (small,) = judge(named, [World("mismatch")], ["none"])
+    found = list(judge(named, [w for w in LARGER if caught in str(w)], ["none"]))
+    assert small.exact and found and not all(v.exact for v in found)
+
+
+def test_a_verdict_says_how_far_it_reaches():
+    found = list(judge(lambda batch: whole(batch), LARGER, ["none"]))
+    assert all(v.exact for v in found)
+    assert max(v.world.tokens for v in found) == 5 and max(v.ratio for v in found) > 10
+    (near,) = judge(lambda batch: whole(batch), [World("mismatch")], ["none"])
+    assert "exact up to ratios of 4.07, answers of 2 tokens, groups of 2" in str(near)
+    assert extent([near, *found]).endswith("answers of 5 tokens, groups of 2")
+
+
+def test_a_batch_that_is_answered_in_two_ways_is_not_deterministic():
+    calls = []
+
+    def stateful(batch):
+        calls.append(batch)
+        return whole(batch) * (1 + len(calls) % 2)
+
+    def random(batch):
+        return (torch.rand_like(batch.logp_new) * batch.logp_new * batch.advantages).sum()
+
+    def in_place(batch):
+        batch.advantages.mul_(2.0)
+        return whole(batch)
+
+    for loss in (stateful, random):
+        (verdict,) = judge(loss, [World()])
+        assert not verdict.deterministic and not verdict.exact and "not determ" in str(verdict)
+        assert "not deterministic" in lines([verdict])[-1]
+    assert len(calls) == 2 * 81
+    (verdict,) = judge(in_place, [World()])  # each call has a batch of its own
+    assert verdict.exact and verdict.scale == pytest.approx(1.0)
 
 
 def test_a_wrong_sign_is_not_exact():
@@ -121,7 +188,9 @@ def test_what_is_no_loss_is_refused_in_a_sentence():
         list(judge(lambda batch: batch.logp_new.sum() / 0.0, [World()]))
 
 
-def test_the_command_prints_a_table_or_json(tmp_path, capsys):
+def test_the_command_prints_a_table_or_json(tmp_path, capsys, monkeypatch):
+    few = [World(), World("mismatch"), World("mismatch", tokens=3)]
+    monkeypatch.setattr("rlcore.referee.judge", functools.partial(judge, worlds=few))
     source = (
         "def loss(batch):\n    return -(batch.logp_new * batch.advantages * batch.mask).sum()\n"
     )
@@ -130,6 +199,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     assert main(["referee", word]) == 0
     text = capsys.readouterr().out
     assert "the form of rlcore" in text and "| actor matched | none | exact (1.00) |" in text
+    assert "What is exact is so up to ratios of 1, answers of 2 tokens, groups of 2: lar" in text
     assert main(["referee", word, "json=true"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows[0]["exact"] and {row["weights"] for row in rows} > {"none", "sequence"}
