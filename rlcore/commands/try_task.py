@@ -39,6 +39,7 @@ from rlcore.rollout.text import cut
 from rlcore.spec import refuse
 from rlcore.tasks import remarks_of
 from rlcore.tasks.graders import Graders
+from rlcore.tasks.isolation.own import advice
 from rlcore.tasks.scoring import Scored
 from rlcore.types import Answer, Item, Score
 
@@ -137,7 +138,9 @@ def _try_prompts(
     faults = 0
     for label, its in trials.items():
         note(_title(config, label, tasks[label], len(its)))
-        for line in [*remarks_of(tasks[label]), *sources[label].remarks()]:
+        task = config.tasks[label]
+        remarks = [*remarks_of(tasks[label]), *advice(task.name, task.args)]
+        for line in [*remarks, *sources[label].remarks()]:
             note(line)
         note(_rendering(config, tokenizer))
         for line in _ends(config, label, tokenizer):

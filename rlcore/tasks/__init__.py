@@ -33,6 +33,7 @@ TASKS: dict[str, str] = {
     "stdin_code": "rlcore.tasks.stdin_code:StdinCode",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",
 }
+ISOLATE = "isolate"
 
 
 def make_task(
@@ -42,20 +43,25 @@ def make_task(
 
     `name` is a key of `TASKS`, or "package.module:Class" or "path/to/file.py:Class" for a user's
     own. `label` (default: the name, or the class name in lower case) becomes `task.name`, the first
-    part of its prompt ids. `key` is the config key of the task. Raises UserError naming
-    `<key>.name` or `<key>.args.<argument>`.
+    part of its prompt ids. `key` is the config key of the task. The argument `isolate` is of every
+    task (`isolation.own`). Raises UserError naming `<key>.name` or `<key>.args.<argument>`.
     """
     cls = resolve(TASKS, name, key=f"{key}.name", like=Task)
     label = label or (name if name in TASKS else name.rpartition(":")[2].lower())
     if not label or "/" in label:
         raise UserError(f"{key}: the label {label!r} of a task must not be empty or contain '/'.")
-    _check_names(cls, name, args, key)
+    own = {argument: value for argument, value in args.items() if argument != ISOLATE}
+    _check_names(cls, name, own, key)
     try:
-        task = cls(**args)
+        task = cast(Task, cls(**own))
+        task.name = label
+        if args.get(ISOLATE, False) is not False:
+            from rlcore.tasks.isolation.own import isolate  # imports what few tasks need
+
+            isolate(task, name, own, args[ISOLATE])
     except ArgumentError as error:
         raise UserError(error.sentence(f"{key}.args")) from error
-    task.name = label
-    return cast(Task, task)
+    return task
 
 
 def tasks_with_tokens(specs: Mapping[str, EvalTaskSpec]) -> frozenset[str]:

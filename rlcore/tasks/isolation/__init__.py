@@ -140,6 +140,11 @@ class IsolatedGrader:
                     raise IsolationError(why) from error
         raise AssertionError
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, if there is one."""
+        return None if self._server is None else self._server.pid
+
     def close(self) -> None:
         """End the server; the next answer starts another."""
         with self._lock:
@@ -194,6 +199,10 @@ class _Server:
         if "fatal" in hello:
             self.close()
             raise StageError(f"isolated graders did not start: {hello['fatal']}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:

@@ -33,8 +33,9 @@ from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.grades import as_grade, wants_tokens
 from rlcore.tasks.grading_worker import adopt_orphans, die_with_parent, end_descendants
 from rlcore.tasks.isolation.executed import ArithmeticOnly
+from rlcore.tasks.sandbox.clock import Clock
 from rlcore.tasks.sandbox.confinement import Confinement, make_root, own_mounts
-from rlcore.tasks.sandbox.server import LATE, WALL_TIMES, Clock
+from rlcore.tasks.sandbox.server import LATE, WALL_TIMES
 from rlcore.types import Item
 
 VERDICT_FD = 3
