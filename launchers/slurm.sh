@@ -7,6 +7,7 @@
 set -uo pipefail
 
 stop='' # "again": requeue; "end": do not
+watching=''
 launch=$run_dir/launch
 pid_file=$launch/$SLURM_JOB_ID.pid
 failed=$launch/$SLURM_JOB_ID.failed
@@ -26,6 +27,7 @@ over() { # wait for a process; a trapped signal ends `wait` early, with a code o
 }
 
 finish() { # Ray ends on all nodes, and its temporary files with it
+  if [ "$watching" ]; then kill "$watching" 2> /dev/null; fi
   kill -USR1 "$nodes" 2> /dev/null || return
   for ((i = 0; i < 200; i++)); do
     kill -0 "$nodes" 2> /dev/null || break
@@ -69,13 +71,17 @@ srun --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --cpus-p
 nodes=$!
 
 # The run counts the cluster's CPUs and GPUs at its start, so every node must have joined by then.
-"${inside[@]}" python -m rlcore.cluster.joined "$address" "$start_timeout_s" "$failed" "${hosts[@]}" &
+"${inside[@]}" python -m rlcore.cluster.joined wait "$address" "$start_timeout_s" "$failed" "${hosts[@]}" &
 joining=$!
 while kill -0 "$joining" 2> /dev/null && [ -z "$stop" ]; do wait "$joining"; done
 if [ -n "$stop" ]; then
   kill "$joining" 2> /dev/null
   code=130
 elif over "$joining"; then
+  if ((least)); then # nodes of actors alone may be lost
+    "${inside[@]}" python -m rlcore.cluster.joined watch "$address" "$least" $$ "${hosts[@]}" &
+    watching=$!
+  fi
   # shellcheck disable=SC2016 # the inner shell expands them
   "${inside[@]}" bash -c 'echo $$ > "$1"; exec "${@:2}"' - "$pid_file" \
     "${command[@]}" cluster.address="$address" &

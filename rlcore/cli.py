@@ -172,11 +172,23 @@ def _scale(given: Given) -> int:
 
 def _launch(given: Given) -> int:
     config = config_of(given)
-    from rlcore.commands.sweep import launch
+    from rlcore.commands.launching import launch
 
     config_dir = given.text("config_dir")
     words = [*given.settings, *([f"config_dir={config_dir}"] if config_dir else [])]
     return launch(config, words, dry_run=given.flag("dry_run"))
+
+
+def _jobs(given: Given) -> int:
+    from rlcore.commands.launching import show_jobs
+
+    return show_jobs(given.text("run_dir"))
+
+
+def _cancel(given: Given) -> int:
+    from rlcore.commands.launching import cancel_jobs
+
+    return cancel_jobs(given.own["run_dir"])
 
 
 def _watch(given: Given) -> int:
@@ -379,6 +391,8 @@ HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "export": _export,
     "scale": _scale,
     "launch": _launch,
+    "jobs": _jobs,
+    "cancel": _cancel,
     "watch": _watch,
     "compare": _compare,
     "report": _report,

@@ -1,8 +1,14 @@
-"""Waiting until all nodes of a Slurm job have joined its Ray cluster, and naming those that have
-not: `python -m rlcore.cluster.joined ADDRESS SECONDS FAILED HOST...`."""
+"""The nodes of a Slurm job in its Ray cluster: waiting until all have joined, then watching that
+enough are left.
+
+    python -m rlcore.cluster.joined wait ADDRESS SECONDS FAILED HOST...
+    python -m rlcore.cluster.joined watch ADDRESS LEAST SCRIPT HOST...
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import time
@@ -14,6 +20,8 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 POLL_S = 1.0
 NEWS_S = 60.0  # nodes that are missing are named this often
+PATIENCE_S = 120.0  # a node may be away so long: Ray is started again there
+WATCH_S = 5.0
 ANSWER_S = 5  # deadline of a question to Ray's head
 
 
@@ -61,5 +69,39 @@ def wait(address: str, limit_s: float, failed: Path, hosts: Sequence[str]) -> in
         time.sleep(POLL_S)
 
 
+def watch(address: str, least: int, script: int, hosts: Sequence[str]) -> None:
+    """Name nodes that leave and come back. Once fewer than `least` have been there for PATIENCE_S,
+    ask the batch script (a process id) by SIGUSR1 to requeue the job at a checkpoint, and return.
+    A head that does not answer is the run's own matter."""
+    gone: dict[str, float] = {}
+    while True:
+        time.sleep(WATCH_S)
+        if not (found := living(address)):
+            continue
+        now, away = time.monotonic(), set(missing(hosts, found))
+        for host in sorted(away - gone.keys()):
+            print(f"rlcore: {host} has left Ray", flush=True)
+        for host in sorted(gone.keys() - away):
+            print(f"rlcore: {host} is back in Ray after {now - gone[host]:.0f} s", flush=True)
+        gone = {host: gone.get(host, now) for host in away}
+        long = [host for host, since in gone.items() if now - since > PATIENCE_S]
+        if len(hosts) - len(long) < least:
+            print(
+                f"rlcore: {len(hosts) - len(long)} of {len(hosts)} nodes are left, fewer than "
+                f"{least} (cluster.launch.min_actor_nodes): the job is requeued at a checkpoint",
+                flush=True,
+            )
+            os.kill(script, signal.SIGUSR1)
+            return
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    verb, address, *more = sys.argv[1:] if words is None else words
+    if verb == "wait":
+        return wait(address, float(more[0]), Path(more[1]), more[2:])
+    watch(address, int(more[0]), int(more[1]), more[2:])
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(wait(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    sys.exit(main())

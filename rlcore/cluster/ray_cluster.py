@@ -141,17 +141,11 @@ def _hand_over(stderr: Callable[[str, str], None], *, printed: bool) -> None:
 def check_cluster(
     spec: RaySpec, *, needed_cpus: float, needed_gpus: float, store_bytes: int
 ) -> None:
-    """Run the checks of `cluster` alone: an existing cluster is joined and left again, none is
-    started.
-
-    Raises UserError.
-    """
+    """Run the checks of `cluster` for one of our own, without starting it. One that exists is not
+    joined: its head may be of another user, or hang. Raises UserError."""
     if joined_address(spec.address) is None:
         _local_cpus(spec, needed_cpus, needed_gpus)
         _check_store(spec, store_bytes)
-        return
-    with cluster(spec, needed_cpus=needed_cpus, needed_gpus=needed_gpus, store_bytes=store_bytes):
-        pass
 
 
 def _check_store(spec: RaySpec, store_bytes: int) -> None:

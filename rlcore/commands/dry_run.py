@@ -19,6 +19,7 @@ from rlcore.commands.memory import (
     published_bytes,
     stored_bytes,
 )
+from rlcore.commands.node_places import check_idle, placed
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.warm_up import kept_at, kept_model
@@ -27,6 +28,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
 from rlcore.config.unread import unread
 from rlcore.environments.renderers import conversation_form
+from rlcore.launch.specs import ELSEWHERE
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.loop.prompts import HeldOutRequests
@@ -45,9 +47,21 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     """Make all checks that `train` makes before it starts, and print the processes that it would
     start, without starting any.
 
-    `words`: rates for a forecast, as of `rlcore plan`. An existing cluster is joined and left
-    again, to see what it holds. Writes nothing. Returns 0; raises UserError as `train` does.
+    `words`: rates for a forecast, as of `rlcore plan`. Joins no cluster and writes nothing. Returns
+    0; raises UserError as `train` does.
     """
+    config, prepared, start = check(config)
+    pace = expected(config, words or {})
+    print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
+    for title, lines in (*_sections(config, prepared, start), ("forecast", pace)):
+        for i, line in enumerate(lines):
+            print(f"{title if i == 0 else '':13s}{line}")
+    return 0
+
+
+def check(config: RunConfig) -> tuple[RunConfig, Prepared, str]:
+    """The configuration as the model can take it, what was prepared, and where the run begins,
+    after all checks that need no process. Raises UserError."""
     config = derived.with_stated_threads(config)
     if config.model.path is not None:  # before other checks of a model that is too large
         check_memory(config, None)
@@ -61,12 +75,7 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     if config.model.path is None:
         check_memory(config, prepared.tokenizer)
     _check_places(config, prepared)
-    pace = expected(config, words or {})
-    print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
-    for title, lines in (*_sections(config, prepared, start), ("forecast", pace)):
-        for i, line in enumerate(lines):
-            print(f"{title if i == 0 else '':13s}{line}")
-    return 0
+    return config, prepared, start
 
 
 def _check_writable(key: str, value: str) -> None:
@@ -112,7 +121,12 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
 
 
 def _check_places(config: RunConfig, prepared: Prepared) -> None:
-    """Check CPUs, GPUs, the object store, and the ports of metrics and learner."""
+    """Check CPUs, GPUs, the object store, and the ports of metrics and learner: of this machine, or
+    of the nodes that a launcher would ask for. A cluster that exists is not joined."""
+    if config.cluster.launch.kind in ELSEWHERE:
+        for _ in check_idle(config, placed(config)):
+            pass  # a line of the resources
+        return
     cpus, gpus = derived.needed(config)
     size = stored_bytes(config, prepared.tokenizer)
     check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
@@ -314,8 +328,12 @@ def _learner(config: RunConfig) -> list[str]:
 
 def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
     (cpus, gpus), spec = derived.needed(config), config.cluster
-    address = joined_address(spec.address)
-    where = f"the cluster at {address}" if address else "a cluster of this machine"
+    address, kind = joined_address(spec.address), spec.launch.kind
+    where = "a cluster of this machine"
+    if kind in ELSEWHERE:
+        where = f"the nodes of cluster.launch ({kind})"
+    elif address:
+        where = f"the cluster at {address}, of which a dry run sees nothing"
     size = published_bytes(config, prepared.tokenizer) / MIB
     lines = [
         f"{_count(cpus, 'CPU')} and {_count(gpus, 'GPU')} on {where}",
@@ -323,7 +341,10 @@ def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
         f"{spec.transport}",
         f"{spec.buffer_mib} MiB of trajectories in the buffer",
     ]
-    if address is None:
+    if kind in ELSEWHERE:
+        nodes = placed(config)
+        lines += [*map(str, nodes), *check_idle(config, nodes)]
+    elif address is None:
         lines.append(f"{spec.object_store_mib} MiB of shared memory for the object store")
     if (kernels := run_kernels(config, trial=False)) is not None:
         tried = "chosen by a trial at the start" if kernels.source == "unknown" else str(kernels)

@@ -14,21 +14,16 @@ from types import FrameType
 from typing import Literal
 
 from rlcore.commands.compare import report
+from rlcore.commands.launching import launch
 from rlcore.commands.owner import own
 from rlcore.config.compose import load
 from rlcore.config.groups import each_value
 from rlcore.config.schema import RunConfig
-from rlcore.errors import StageError
-from rlcore.launch import launch as start
+from rlcore.errors import StageError, UserError
 from rlcore.launch import render
+from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import FINAL, read_status
 from rlcore.spec import refuse
-
-
-def launch(config: RunConfig, words: Sequence[str], *, dry_run: bool) -> int:
-    """Start the run that `words` describe; with `dry_run` only print what would be started."""
-    return start(config.cluster.launch, words, config.run_dir, dry_run=dry_run)
-
 
 SUBMITTED = "submitted"  # file in the folder of a run that a scheduler has taken
 STOPPED = 130
@@ -129,7 +124,7 @@ def _do(job: Job, config_dir: str | None, start: Start) -> State:
         return "finished"
     spec = job.config.cluster.launch
     words = [*job.words, *([f"config_dir={config_dir}"] if config_dir else [])]
-    if spec.kind in ("slurm", "kubernetes"):
+    if spec.kind in ELSEWHERE:
         return _submit(job, words)
     code = start(render(spec, words, job.config.run_dir).command)
     if code == STOPPED:
@@ -144,7 +139,7 @@ def _submit(job: Job, words: Sequence[str]) -> State:
         return "submitted"
     try:
         launch(job.config, words, dry_run=False)
-    except (StageError, OSError) as e:
+    except (StageError, UserError, OSError) as e:
         print(f"{job.name}: {e}")
         return "failed"
     mark.parent.mkdir(parents=True, exist_ok=True)

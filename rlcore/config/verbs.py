@@ -200,6 +200,20 @@ VERBS: Mapping[str, Verb] = {
             (DRY_RUN, CONFIG_DIR),
         ),
         Verb(
+            "jobs",
+            "the Slurm jobs of rlcore launch: state, reason, nodes, last step, restarts",
+            ("rlcore jobs [run_dir=DIR]",),
+            (Key("run_dir", "the jobs of this run; without it all that Slurm knows", "folder"),),
+            settings=False,
+        ),
+        Verb(
+            "cancel",
+            "end a run's Slurm job after the present step, with a checkpoint",
+            ("rlcore cancel run_dir=DIR",),
+            (Key("run_dir", "the run", "folder", required=True),),
+            settings=False,
+        ),
+        Verb(
             "watch",
             "the console of a run that was started elsewhere",
             ("rlcore watch [run_dir=DIR] [once=true] [log=true] [key=value ...]",),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,8 +19,10 @@ import yaml
 
 from rlcore.errors import StageError, UserError
 from rlcore.files import shipped
+from rlcore.launch import jobs
 from rlcore.launch.specs import (
     ACTOR_RESOURCE,
+    ELSEWHERE,
     LEARNER_RESOURCE,
     RESOURCE_AMOUNT,
     LaunchSpec,
@@ -61,7 +64,7 @@ def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Render
     path = f"{run_dir}/launch/job.sbatch"
     lines = ["#!/usr/bin/env bash", *_options(spec, run_dir), "", *_values(spec, words, run_dir)]
     body = (TEMPLATES / "slurm.sh").read_text()
-    return Rendered(("sbatch", path), {path: "\n".join(lines) + "\n\n" + body})
+    return Rendered(("sbatch", "--parsable", path), {path: "\n".join(lines) + "\n\n" + body})
 
 
 def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
@@ -78,6 +81,8 @@ def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
         # B: to the batch script alone; TERM comes from scancel, which wants no requeue
         "signal": f"B:USR1@{spec.grace_s}",
         "requeue": "",
+        # the run goes on when a node of actors alone is lost
+        **({"no-kill": ""} if spec.least_nodes else {}),
         **spec.sbatch,
     }
     return [f"#SBATCH --{name}{_given(value)}" for name, value in options.items()]
@@ -100,6 +105,7 @@ def _values(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> list[str]:
         "learner_nodes": spec.learner_nodes,
         "start_timeout_s": spec.start_timeout_s,
         "retries": spec.retries,
+        "least": spec.least_nodes,
         "interface": shlex.quote(spec.interface or ""),
     }
     return [
@@ -294,15 +300,21 @@ def launch(spec: LaunchSpec, words: Sequence[str], run_dir: str, *, dry_run: boo
     for path, content in rendered.files.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
-    program = rendered.command[0]
+    program, slurm = rendered.command[0], spec.kind == "slurm"
     try:
-        code = subprocess.run(rendered.command, check=False).returncode
+        done = subprocess.run(
+            rendered.command, stdout=subprocess.PIPE if slurm else None, text=True
+        )
     except FileNotFoundError as error:
         raise UserError(
             f"cluster.launch.kind={spec.kind} needs the program '{program}', which this machine "
             "lacks: launch from one that has it, or add dry_run=true to see what would be started."
         ) from error
     # The other kinds run the training itself: its exit code is the answer.
-    if code and spec.kind in ("slurm", "kubernetes"):
-        raise StageError(f"{program} did not accept the job (exit code {code})")
-    return code
+    if done.returncode and spec.kind in ELSEWHERE:
+        raise StageError(f"{program} did not accept the job (exit code {done.returncode})")
+    if slurm:
+        job = done.stdout.strip().partition(";")[0]  # a cluster's name may follow
+        jobs.keep(run_dir, job, datetime.now(UTC).isoformat(timespec="seconds"))
+        print(f"Submitted batch job {job}: rlcore jobs run_dir={run_dir}")
+    return done.returncode

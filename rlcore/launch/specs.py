@@ -16,6 +16,8 @@ LEARNER_RESOURCE = "rlcore_learner"
 ACTOR_RESOURCE = "rlcore_actor"
 RESOURCE_AMOUNT = 1000
 
+ELSEWHERE = ("slurm", "kubernetes")  # kinds that get nodes for the run
+
 # what nodes of the learner's own may have other amounts of
 LEARNER_NODE = ("learner_cpus_per_node", "learner_gpus_per_node", "learner_memory_gib_per_node")
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
@@ -36,13 +38,16 @@ class LaunchSpec(Spec):
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(
-            ("nodes", "cpus_per_node", "memory_gib_per_node", "env", "grace_s", "retries"),
+            (
+                *("nodes", "cpus_per_node", "memory_gib_per_node", "env", "grace_s", "retries"),
+                "idle_gpus",
+            ),
             lambda spec: spec.kind in ("local", "ray"),
             "kind is neither slurm nor kubernetes",
         ),
         Unread(
             (
-                *("start_timeout_s", "interface", "sbatch", "setup"),
+                *("start_timeout_s", "interface", "min_actor_nodes", "sbatch", "setup"),
                 *("container_image", "container_mounts"),
             ),
             lambda spec: spec.kind != "slurm",
@@ -59,7 +64,7 @@ class LaunchSpec(Spec):
             "kind is not kubernetes",
         ),
         Unread(
-            LEARNER_NODE,
+            (*LEARNER_NODE, "min_actor_nodes"),
             lambda spec: not spec.learner_nodes,
             "learner_nodes=0 gives the learner no nodes of its own",
         ),
@@ -86,6 +91,15 @@ class LaunchSpec(Spec):
         None, "required by kubernetes; null: slurm's default", unit="GiB", gt=0
     )
     learner_nodes: int = setting(0, "nodes for the learner alone; 0: roles go anywhere", ge=0)
+    min_actor_nodes: int | None = setting(
+        None,
+        "slurm: requeue at a checkpoint with fewer of the nodes without learners left; null: half "
+        "of them",
+        gt=0,
+    )
+    idle_gpus: Literal["refuse", "allow"] = setting(
+        "refuse", "slurm, kubernetes: GPUs of the nodes that no role would use"
+    )
     learner_cpus_per_node: int | None = setting(
         None, "kubernetes: CPUs of each of learner_nodes; null: as other nodes", gt=0
     )
@@ -166,12 +180,27 @@ class LaunchSpec(Spec):
             bool(wrong),
             f"{key}.container_mounts={wrong} is not accepted: write SOURCE:TARGET, both absolute.",
         )
+        actors = self.nodes - self.learner_nodes
+        refuse(
+            self.min_actor_nodes is not None and 0 < actors < self.min_actor_nodes,
+            f"{key}.min_actor_nodes={self.min_actor_nodes} is more than the {actors} nodes that "
+            f"{key}.learner_nodes={self.learner_nodes} leaves of {key}.nodes={self.nodes}: choose "
+            f"at most {actors}.",
+        )
         unknown = {n for t in self.tolerations for n in t} - set(TOLERATION)
         refuse(
             bool(unknown),
             f"{key}.tolerations.{min(unknown, default='')} is no field of a toleration: choose "
             f"among {', '.join(TOLERATION)}.",
         )
+
+    @property
+    def least_nodes(self) -> int:
+        """Nodes that a Slurm job goes on with; 0: it needs all of them."""
+        if not self.learner_nodes:
+            return 0
+        actors = self.nodes - self.learner_nodes
+        return self.learner_nodes + (self.min_actor_nodes or -(-actors // 2))
 
     def node(self, *, of_learner: bool) -> NodeSize:
         """Amounts of each node of a worker group on Kubernetes. The memory must be set."""

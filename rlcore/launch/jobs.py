@@ -1,0 +1,104 @@
+"""The jobs of a run folder that Slurm was given, kept in `launch/jobs.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlcore.errors import StageError, UserError
+from rlcore.spec import refuse
+
+FILE = "launch/jobs.jsonl"
+LOG = re.compile(r"(.*)/launch/slurm-\d+\.out")
+ENDED = "ENDED"  # of a job that Slurm has forgotten
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
+OVER = (*OVER, "PREEMPTED", "TIMEOUT", ENDED)
+ANSWER_S = 60.0  # deadline of a question to Slurm
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """A job as Slurm shows it.
+
+    Example: SlurmJob("42", "RUNNING", "None", "n[1-2]", "1", "/data/run")
+    """
+
+    id: str
+    state: str
+    reason: str
+    nodes: str
+    restarts: str
+    run_dir: str
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+def keep(run_dir: str, job: str, submitted: str) -> None:
+    """Note a job that was taken. `submitted`: the time, in ISO 8601."""
+    with (Path(run_dir) / FILE).open("a") as file:
+        file.write(json.dumps({"id": job, "submitted": submitted}) + "\n")
+
+
+def kept(run_dir: str) -> list[str]:
+    """The ids of a folder's jobs, the newest last."""
+    try:
+        lines = (Path(run_dir) / FILE).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [str(json.loads(line)["id"]) for line in lines]
+
+
+def known(ids: Sequence[str] | None = None) -> list[SlurmJob]:
+    """The jobs of these ids, or every job of `rlcore launch` that Slurm still knows."""
+    shown = _run(["scontrol", "show", "job", "--oneliner", "--all"]).stdout.splitlines()
+    found = {job.id: job for job in map(_read, shown) if job is not None}
+    if ids is None:
+        return list(found.values())
+    return [found.get(i, SlurmJob(i, ENDED, "", "", "", "")) for i in ids]
+
+
+def _read(line: str) -> SlurmJob | None:
+    """A job from a line of scontrol's; None for one that rlcore did not launch."""
+    value = dict(re.findall(r"(?:^| )(\w+)=(.*?)(?= \w+=|$)", line))
+    log = LOG.fullmatch(value.get("StdOut", ""))
+    if log is None:
+        return None
+    names = ("JobId", "JobState", "Reason", "NodeList", "Restarts")
+    return SlurmJob(*(value.get(name, "") for name in names), run_dir=log[1])
+
+
+def refuse_another(run_dir: str) -> None:
+    """Raise UserError if a job of the folder waits or runs."""
+    ids = kept(run_dir)
+    for job in known(ids) if ids else []:
+        refuse(
+            not job.over,
+            f"run_dir={run_dir} has job {job.id} already ({job.state}): wait for it, end it with "
+            f"`rlcore cancel run_dir={run_dir}`, or choose another folder.",
+        )
+
+
+def cancel(job: SlurmJob) -> None:
+    """End a job: a running one after a checkpoint, for which it has as long as it needs."""
+    # to the batch script alone, which tells the run; scancel without it allows Slurm's KillWait
+    told = ["--batch", "--signal=TERM"] if job.state == "RUNNING" else []
+    done = _run(["scancel", *told, job.id])
+    if done.returncode:
+        raise StageError(f"scancel refused job {job.id}: {done.stderr.strip()}")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"This machine has no {command[0]}: ask for Slurm's jobs where sbatch is."
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise StageError(f"{command[0]} did not answer within {ANSWER_S:g} s") from error
