@@ -83,7 +83,7 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
         k, n = map(int, share.split("/"))
         wanted |= set(sorted({_file(item) for item in items})[k::n])
     if config.getoption("--turn") is not None:
-        wanted.add(tiers.ROTATING)
+        wanted.update(tiers.ROTATING)
     left = [item for item in items if _file(item) not in wanted]
     items[:] = [item for item in items if _file(item) in wanted]
     config.hook.pytest_deselected(items=left)

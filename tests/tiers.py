@@ -29,7 +29,8 @@ from pathlib import Path
 import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-ROTATING = "tests/commands/test_fault_rows.py"  # two tests of it with --turn
+# two tests of each with --turn
+ROTATING = ("tests/commands/test_fault_rows.py", "tests/launch/test_slurm.py")
 SHARDS = 6  # of the slow tier; .ci/run takes the next with every commit
 
 

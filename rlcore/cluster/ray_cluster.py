@@ -23,6 +23,8 @@ from rlcore.patching import Patch
 from rlcore.reasons import message_of, reason
 
 MIB = 2**20
+AUTO = "auto"
+GCS_WORD = "--gcs-address="  # of a raylet's command line
 STDERR = "rlcore"  # the handler of what processes write
 POLL_S = 2.0  # poll interval while waiting for a cluster
 # time for a local cluster's processes to exit by themselves once Ray has shut down
@@ -77,6 +79,8 @@ def cluster(
     (name and process id, text), from a thread.
     """
     address = joined_address(spec.address)
+    if address == AUTO:
+        address = _of_this_machine()
     cpus = 0
     if address is None:
         cpus = _local_cpus(spec, needed_cpus, needed_gpus)
@@ -142,10 +146,13 @@ def check_cluster(
     spec: RaySpec, *, needed_cpus: float, needed_gpus: float, store_bytes: int
 ) -> None:
     """Run the checks of `cluster` for one of our own, without starting it. One that exists is not
-    joined: its head may be of another user, or hang. Raises UserError."""
-    if joined_address(spec.address) is None:
+    joined, since it may hang: only its port is tried. Raises UserError."""
+    address = joined_address(spec.address)
+    if address is None:
         _local_cpus(spec, needed_cpus, needed_gpus)
         _check_store(spec, store_bytes)
+    else:
+        _check_reachable(_of_this_machine() if address == AUTO else address)
 
 
 def _check_store(spec: RaySpec, store_bytes: int) -> None:
@@ -224,12 +231,46 @@ def _poll(check: Callable[[], None], deadline: float, patience_s: float) -> None
         time.sleep(min(POLL_S, patience_s))
 
 
+def _of_this_machine() -> str:
+    """The address of the cluster that this machine is a node of, for cluster.address=auto: that of
+    RAY_ADDRESS, else of the raylet that runs here. Raises UserError if there is none or several, or
+    if it is another user's, who may not know of this run."""
+    named = os.environ.get("RAY_ADDRESS", AUTO)
+    if named != AUTO:
+        return named
+    found: dict[str, str] = {}
+    for process in psutil.process_iter(["name", "cmdline", "username"]):
+        if process.info["name"] == "raylet":
+            words = [w for w in process.info["cmdline"] or () if w.startswith(GCS_WORD)]
+            found |= {w.removeprefix(GCS_WORD): str(process.info["username"]) for w in words}
+    me = psutil.Process().username()
+    own = [address for address, user in found.items() if user == me]
+    if len(own) == 1:
+        return own[0]
+    if own:
+        why = f"finds {len(own)} clusters on this machine ({', '.join(sorted(own))})"
+    elif found:
+        address, user = next(iter(found.items()))
+        why = f"finds no cluster but one of user {user}, at {address}"
+    else:
+        why = "finds no cluster on this machine"
+    raise UserError(
+        f"cluster.address=auto {why}: give cluster.address=HOST:PORT, or null for a cluster of the "
+        "run's own."
+    )
+
+
 def _check_reachable(address: str) -> None:
     """Raise UserError if the head cannot be reached: Ray itself would try for many minutes, without
     a timeout that we can set."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        return  # "auto" and the like: Ray knows where to look
+    if "/" in host or address == "local":
+        return  # ray://HOST:PORT: Ray knows where to look
+    if not host or not port.isdigit():
+        raise UserError(
+            f"cluster.address={address} is not accepted (it names no port): give HOST:PORT of a "
+            "cluster, auto, or null for one of this run's own."
+        )
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except OSError as e:

@@ -20,6 +20,7 @@ from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import read_status
 from rlcore.spec import refuse
 
+NO_SLURM = re.compile(r"configuration source|[Cc]ontact slurm controller|slurm_load_ctl_conf|munge")
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -129,10 +130,14 @@ def _asked(script: str) -> Iterator[str]:
     asked = subprocess.run(
         ["sbatch", "--test-only"], input=script, text=True, capture_output=True, timeout=120
     )
-    said = asked.stderr.strip().splitlines()
-    if asked.returncode:
-        raise StageError(f"sbatch does not take the job: {said[-1] if said else asked.returncode}")
-    yield from (line.removeprefix("sbatch: ") for line in said)
+    said = [line.removeprefix("sbatch: ") for line in asked.stderr.strip().splitlines()]
+    last = said[-1] if said else f"exit code {asked.returncode}"
+    if asked.returncode and NO_SLURM.search(last):
+        yield f"not asked whether Slurm takes the job ({last})"
+    elif asked.returncode:
+        raise StageError(f"sbatch does not take the job: {last}")
+    else:
+        yield from said
 
 
 LINE = "{:>8s}  {:<11s} {:<20s} {:<18s} {:>8s} {:>8s}  {}"

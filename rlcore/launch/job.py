@@ -64,7 +64,7 @@ def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Render
     path = f"{run_dir}/launch/job.sbatch"
     lines = ["#!/usr/bin/env bash", *_options(spec, run_dir), "", *_values(spec, words, run_dir)]
     body = (TEMPLATES / "slurm.sh").read_text()
-    return Rendered(("sbatch", "--parsable", path), {path: "\n".join(lines) + "\n\n" + body})
+    return Rendered(("sbatch", path), {path: "\n".join(lines) + "\n\n" + body})
 
 
 def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
@@ -300,11 +300,11 @@ def launch(spec: LaunchSpec, words: Sequence[str], run_dir: str, *, dry_run: boo
     for path, content in rendered.files.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
-    program, slurm = rendered.command[0], spec.kind == "slurm"
+    program, *more = rendered.command
+    slurm = spec.kind == "slurm"
+    command = [program, *(["--parsable"] if slurm else []), *more]
     try:
-        done = subprocess.run(
-            rendered.command, stdout=subprocess.PIPE if slurm else None, text=True
-        )
+        done = subprocess.run(command, stdout=subprocess.PIPE if slurm else None, text=True)
     except FileNotFoundError as error:
         raise UserError(
             f"cluster.launch.kind={spec.kind} needs the program '{program}', which this machine "

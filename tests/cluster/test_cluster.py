@@ -112,15 +112,48 @@ def test_a_heartbeat_of_the_head_that_is_answered_as_it_is_cancelled_ends(monkey
         assert asyncio.run(cancelled(server))
 
 
-class Role:
-    """A role without resources."""
+def raylet(address, user):
+    cmdline = ["/ray/raylet", f"--gcs-address={address}"]
+    return SimpleNamespace(info={"name": "raylet", "cmdline": cmdline, "username": user})
 
-    def node(self):
-        return ray.get_runtime_context().get_node_id()
+
+ME = psutil.Process().username()
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ([], "finds no cluster on this machine: give"),
+        ([("10.0.0.1:1", "another")], "finds no cluster but one of user another, at 10.0.0.1:1"),
+        ([("10.0.0.1:1", ME), ("10.0.0.1:2", ME)], "finds 2 clusters on this machine"),
+    ],
+)
+def test_auto_joins_only_the_one_cluster_of_this_user(here, said, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    found = [raylet(*each) for each in here]
+    monkeypatch.setattr(psutil, "process_iter", lambda attrs: found)
+    needs = {"needed_cpus": 1, "needed_gpus": 0}
+    with pytest.raises(UserError, match=said), cluster(spec("auto"), **needs):
+        pass
+
+
+def test_auto_names_the_cluster_which_must_answer(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    address = f"127.0.0.1:{free_port()}"
+    found = [raylet(address, ME), raylet("10.0.0.1:1", "another")]
+    monkeypatch.setattr(psutil, "process_iter", lambda attrs: found)
+    needs = {"needed_cpus": 1, "needed_gpus": 0}
+    said = f"{address} does not answer"
+    with pytest.raises(UserError, match=said), cluster(spec("auto"), **needs):
+        pass
 
 
 @pytest.mark.cluster
 def test_every_role_without_resources_runs_beside_the_driver(monkeypatch):
+    class Role:  # not of this module, which the nodes cannot import
+        def node(self):
+            return ray.get_runtime_context().get_node_id()
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     nodes = Cluster()
     try:

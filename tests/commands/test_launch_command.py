@@ -1,34 +1,131 @@
-"""`rlcore launch`: the command around the launchers."""
+"""`rlcore launch`: the command around the launchers, and its checks."""
+
+import os
+from pathlib import Path
 
 import pytest
 
 from rlcore.cli import main
+from rlcore.commands.launching import limit_s
+from rlcore.launch import jobs
 
 WORDS = ["launch", "experiment=quickstart", "run_dir=runs/there"]
+SLURM = ["cluster=slurm", "cluster.launch.nodes=3", "cluster.launch.learner_nodes=1"]
 
 
-def test_a_dry_run_prints_what_would_be_started_and_writes_nothing(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A function that puts stand-ins of Slurm's programs on PATH."""
     monkeypatch.chdir(tmp_path)
-    words = [
-        "cluster=slurm",
-        "cluster.launch.nodes=3",
-        "cluster.launch.learner_nodes=1",
-        "dry_run=true",
-    ]
-    assert main([*WORDS, *words]) == 0
-    printed = capsys.readouterr().out
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+
+    def put(**programs):
+        for name, body in programs.items():
+            path = tmp_path / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+            path.chmod(0o755)
+
+    put(sbatch="exit 0", scontrol="exit 0", scancel='echo "$*" >> scancelled')
+    return put
+
+
+def test_a_dry_run_prints_what_would_be_started_and_writes_nothing(tmp_path, slurm, capsys):
+    slurm(sbatch='echo "sbatch: Job 7 to start at noon" >&2')
+    before = sorted(tmp_path.iterdir())
+    assert main([*WORDS, *SLURM, "dry_run=true"]) == 0
+    printed, said = capsys.readouterr()
     assert (
         "#SBATCH --nodes=3" in printed
         and "rlcore train experiment=quickstart run_dir=runs/there" in printed
     )
     assert "dry_run=" not in printed and "rlcore_learner" in printed
-    assert not list(tmp_path.iterdir())
+    assert "node 1: 1 x learner rank" in said and "Job 7 to start at noon" in said
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["dry_run=perhaps"], ["cluster=slurm", "cluster.launch.learner_nodes=1", "dry_run=true"]],
+    ("words", "said"),
+    [
+        (["dry_run=perhaps"], "dry_run=perhaps"),
+        (["cluster=slurm", "cluster.launch.learner_nodes=1"], "leaves no node"),
+        (["cluster=slurm", "model=path", "model.path=/nonexistent"], "model.path=/nonexistent"),
+        ([*SLURM, "actor.bf16.count=100"], "x actor.bf16"),
+        ([*SLURM, "cluster.launch.gpus_per_node=8"], "0 of the 24 GPUs"),
+        ([*SLURM, "+cluster.launch.sbatch={time: '4'}"], "sbatch.time=4 is not more than"),
+    ],
 )
-def test_what_cannot_be_launched_is_refused_in_a_sentence(words, capsys):
-    assert main([*WORDS, *words]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+def test_what_cannot_run_is_refused_in_a_sentence(words, said, slurm, capsys):
+    assert main([*WORDS, "dry_run=true", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+
+
+def test_what_slurm_refuses_is_not_submitted(slurm, capsys):
+    slurm(sbatch='echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
+    assert main([*WORDS, *SLURM]) == 1
+    assert "sbatch does not take the job: error: invalid partition" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_machine_without_a_slurm_says_that_it_was_not_asked(slurm, capsys):
+    slurm(sbatch='echo "sbatch: fatal: Could not establish a configuration source" >&2; exit 1')
+    assert main([*WORDS, *SLURM, "dry_run=true"]) == 0
+    assert "not asked whether Slurm takes the job (fatal: Could not" in capsys.readouterr().err
+
+
+def test_a_folder_has_one_job_at_a_time_which_is_shown_and_cancelled(slurm, capsys):
+    log = "StdOut=/data/runs/there/launch/slurm-42.out"
+    shown = (
+        f"JobId=42 JobName=a b JobState=$(cat state) Reason=None Restarts=1 NodeList=n[1-3] {log}"
+    )
+    slurm(
+        sbatch='case "$1" in --parsable) echo "42;cluster" ;; esac',
+        scontrol=f'echo "{shown} {log}"; echo "JobId=43 JobState=RUNNING StdOut=/home/x/out"',
+    )
+    Path("state").write_text("RUNNING")
+    assert main([*WORDS, *SLURM]) == 0
+    assert jobs.kept("runs/there") == ["42"]
+    capsys.readouterr()
+    assert main([*WORDS, *SLURM]) == 2
+    assert "/runs/there has job 42 already (RUNNING)" in capsys.readouterr().err
+    assert main(["jobs"]) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["42", "RUNNING", "None", "n[1-3]", "1", "/data/runs/there"]
+    assert main(["cancel", "run_dir=runs/there"]) == 0
+    Path("state").write_text("PENDING")
+    assert main(["cancel", "run_dir=runs/there"]) == 0
+    assert Path("scancelled").read_text() == "--batch --signal=TERM 42\n42\n"
+    Path("state").write_text("CANCELLED")
+    assert main(["cancel", "run_dir=runs/there"]) == 2
+    assert "has no job that waits or runs" in capsys.readouterr().err
+    assert main(["jobs", "run_dir=other"]) == 2
+    assert main([*WORDS, *SLURM]) == 0 and jobs.kept("runs/there") == ["42", "42"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("4", 240),
+        ("4:30", 270),
+        ("1:00:00", 3600),
+        ("2-3", 183600),
+        ("1-0:30", 88200),
+        ("0-0:0:9", 9),
+        ("UNLIMITED", None),
+    ],
+)
+def test_slurm_s_forms_of_a_time_limit(text, seconds):
+    assert limit_s(text) == seconds
+
+
+def test_what_only_the_job_sees_is_named_and_not_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *("cluster=kubernetes", "cluster.launch.image=i", "cluster.launch.claim=c"),
+        *("run_dir=/data/run", "model=path", "model.path=/data/m", "dry_run=true"),
+    ]
+    assert main(["launch", "experiment=quickstart", *words]) == 0
+    said = capsys.readouterr().err
+    assert "not checked, since this machine does not see them: model.path=/data/m" in said
+    assert "head: " in said

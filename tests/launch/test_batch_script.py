@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from timing import deadline, wait_until
 
+from rlcore.errors import UserError
 from rlcore.launch import render
 from rlcore.launch.specs import LaunchSpec
 
@@ -43,6 +44,7 @@ case "$2" in
     echo "node ${*:3}" >> "$LOG"
     while :; do sleep 0.05; done ;;
   rlcore.cluster.joined)
+    [ "$3" = wait ] || { echo "watching ${*:3}" >> "$LOG"; exec sleep 60; }
     until grep -q "^node" "$LOG"; do sleep 0.05; done
     echo "joined ${*:3}" >> "$LOG"
     eval "${JOIN:-exit 0}" ;;
@@ -131,7 +133,16 @@ def test_options_are_quoted_as_sbatch_reads_them():
     assert "#SBATCH --comment='a b'" in options and "#SBATCH --exclusive" in options
     assert "#SBATCH --time=4:00:00" in options and "#SBATCH --requeue" in options
     assert "#SBATCH --output='/data/a b%%/launch/slurm-%j.out'" in options
-    assert "#SBATCH --signal=B:USR1@300" in options
+    assert "#SBATCH --signal=B:USR1@300" in options and "#SBATCH --no-kill" not in options
+
+
+def test_nodes_of_actors_alone_may_be_lost():
+    own = LaunchSpec(kind="slurm", nodes=8, learner_nodes=2)
+    assert "\n#SBATCH --no-kill\n" in next(iter(render(own, WORDS, "/data/a").files.values()))
+    assert (own.least_nodes, LaunchSpec(nodes=8).least_nodes) == (5, 0)
+    assert LaunchSpec(nodes=8, learner_nodes=2, min_actor_nodes=6).least_nodes == 8
+    with pytest.raises(UserError, match="min_actor_nodes=7 is more than the 6 nodes"):
+        LaunchSpec(nodes=8, learner_nodes=2, min_actor_nodes=7).check("cluster.launch")
 
 
 @pytest.mark.processes
@@ -149,7 +160,9 @@ def test_ray_starts_on_every_node_then_the_run_then_ray_ends(allocation):
     order = [line.split()[0] for line in found]
     assert order.index("joined") < order.index("rlcore") < found.index("node ended")
     (joined,) = [line for line in found if line.startswith("joined")]
-    assert joined.startswith("joined 10.0.0.1:20007 600 ") and joined.endswith(" n1 n2 n3")
+    assert joined.startswith("joined wait 10.0.0.1:20007 600 ") and joined.endswith(" n1 n2 n3")
+    # the learner's node and half of the other two
+    assert f"watching watch 10.0.0.1:20007 2 {process.pid} n1 n2 n3" in found
     words = [line.removeprefix("word:") for line in found if line.startswith("word:")]
     again = ["resume=auto", "takeover_after_s=60"]
     assert words == ["train", *WORDS, *again, "cluster.address=10.0.0.1:20007"]
@@ -163,9 +176,9 @@ def test_with_pyxis_every_command_is_a_job_step_in_the_image(allocation):
     assert process.wait(timeout=deadline(30)) == 0
     steps = [line for line in lines(log) if line.startswith("srun")]
     words = "--container-image=reg#rlcore:cuda --container-mounts=/tmp:/tmp,/data:/data"
-    assert len(steps) == 4 and all(f"{words} " in step for step in steps)
-    # the address, the wait for all nodes, and the run are on the first node
-    assert len([step for step in steps if "--overlap" in step and "--nodelist=n1 " in step]) == 3
+    assert len(steps) == 5 and all(f"{words} " in step for step in steps)
+    # the address, the wait for all nodes, their watch, and the run are on the first node
+    assert len([step for step in steps if "--overlap" in step and "--nodelist=n1 " in step]) == 4
 
 
 @pytest.mark.processes
@@ -174,7 +187,7 @@ def test_with_apptainer_every_command_is_run_by_it(allocation):
     process, log = allocation(image, RUN="exit 3")
     assert process.wait(timeout=deadline(30)) == 3
     found = [x for x in lines(log) if x.startswith("apptainer exec --nv image.sif ")]
-    assert sorted(x.split()[4] for x in found) == ["bash", "python", "python", "python"]
+    assert sorted(x.split()[4] for x in found) == ["bash", *["python"] * 4]
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from timing import deadline, free_port, wait_until
 
+from rlcore.cluster import joined
 from rlcore.cluster.joined import missing, wait
 from rlcore.launch.address import own_address
 from rlcore.launch.node import JobNode
@@ -164,3 +165,23 @@ def test_hosts_that_have_not_joined_are_named(tmp_path, capsys):
     assert wait(f"127.0.0.1:{port}", 0.0, tmp_path / "no", ["n1", "n2"]) == 1
     said = "nodes that have not joined Ray after 0 s: n1, n2 (cluster.launch.start_timeout_s=0)"
     assert capsys.readouterr().out == f"rlcore: {said}\n"
+
+
+def test_a_node_that_leaves_and_returns_is_named_and_too_few_requeue_the_job(monkeypatch, capsys):
+    hosts = ["n1", "n2", "n3"]
+    seen = iter([hosts, ["n1", "n2"], [], hosts, ["n1"], ["n1"]])
+    clock, told = iter([0.0, 10.0, 40.0, 50.0, 171.0]), []
+    monkeypatch.setattr(joined, "living", lambda address: next(seen))
+    monkeypatch.setattr(joined.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(joined.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(joined.os, "kill", lambda *words: told.append(words))
+    joined.watch("10.0.0.1:1", 2, 77, hosts)
+    assert told == [(77, signal.SIGUSR1)]
+    assert capsys.readouterr().out.splitlines() == [
+        "rlcore: n3 has left Ray",
+        "rlcore: n3 is back in Ray after 30 s",
+        "rlcore: n2 has left Ray",
+        "rlcore: n3 has left Ray",
+        "rlcore: 1 of 3 nodes are left, fewer than 2 (cluster.launch.min_actor_nodes): the job is "
+        "requeued at a checkpoint",
+    ]
