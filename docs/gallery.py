@@ -149,5 +149,5 @@ starts one. Made by `python docs/generate.py`. [Experiments](experiments.md) has
 
 Sort digits, asynchronously, on two CPU cores: warm-up and training in a few minutes.
 
-![Reward, accuracy, mismatch and staleness of one run](quickstart.png)
+![Reward, accuracy and mismatch of one run](quickstart.png)
 """
