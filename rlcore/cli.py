@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.errors import Collapsed, DeadlineExceeded, StageError, UserError
 from rlcore.files import refusal
 from rlcore.registry import load_object
 
@@ -50,6 +50,9 @@ def _run(words: list[str]) -> int:
         return 2
     except BrokenPipeError:
         raise
+    except Collapsed as e:
+        print(f"rlcore: the run ended: {e}", file=sys.stderr)
+        return 4
     except (StageError, DeadlineExceeded) as e:
         print(f"rlcore: the run ended: {e}", file=sys.stderr)
         return 1

@@ -35,6 +35,17 @@ class RoleLost(StageError):
     """A process of the run died or hangs; the run can continue from a checkpoint."""
 
 
+class Collapsed(StageError):
+    """The policy was lost at a step, and `schedule.on_collapse` ends the attempt. `alarm`: the step
+    of the first alarm; checkpoints of before it are of the policy as it was."""
+
+    def __init__(self, step: int, alarm: int, message: str = "") -> None:
+        said = f"the policy fell by step {step}, after its first alarm at step {alarm}"
+        super().__init__(message or said)
+        self.step = step
+        self.alarm = alarm
+
+
 class OwnershipLost(StageError):
     """Another command has taken the run folder over: nothing more may be written to it."""
 

@@ -5,15 +5,21 @@ import json
 import random
 from pathlib import Path
 
-RECORDED = Path(__file__).parent / "data" / "h100_runs.jsonl"
+RECORDED = Path(__file__).parent / "data" / "recorded_runs.jsonl"
 
 
 def recorded():
-    """{run: rows} of eight runs on a GPU, of which five lose their policy."""
+    """{run: rows} of eight runs on a GPU, of which five lose their policy, and of two on CPUs, of
+    which one does."""
     runs = map(json.loads, RECORDED.read_text().splitlines())
     return {
         run["run"]: [
-            {"step": step, "lr": run["lr"], **dict(zip(run["names"], values))}
+            {
+                "step": step,
+                "lr": run["lr"],
+                **dict(zip(run["names"], values)),
+                **run.get("evaluations", {}).get(str(step), {}),
+            }
             for step, values in enumerate(run["rows"], start=1)
         ]
         for run in runs

@@ -267,6 +267,21 @@ class Batches:
             self.sampler.confirm([self._live.entries[i].task for i in ids], sign=-1)
             self.next_step = later
 
+    def give_up(self, reason: str) -> int:
+        """Evict all live groups, also those of batches that were taken and are not committed: the
+        next batch is of groups that are admitted from now on. Returns their number."""
+        if self.taken:
+            self.rollback(min(self.taken))
+        self.pinned = {}
+        self.forget()
+        before = self._live.ledger.evicted[reason]
+        for entry in list(self._live.entries.values()):
+            if entry.uses:
+                self._live.consume(entry)
+            else:
+                self._live.evict(entry, reason)
+        return self._live.ledger.evicted[reason] - before
+
     def resume(self) -> None:
         """After a restore: put back what was not committed, and evict groups that can no longer be
         trained on in time, also out of batches that were chosen by another bound."""

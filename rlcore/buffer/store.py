@@ -214,6 +214,11 @@ class ReplayBuffer:
         again."""
         self.batches.rollback(step)
 
+    def give_up(self, reason: str) -> int:
+        """Evict everything that no step was trained on, batches that were taken and are not
+        committed included; the number of groups. Groups that were trained on leave as consumed."""
+        return self.batches.give_up(reason)
+
     def peek(self, step: int, n: int) -> list[StoredEpisode]:
         """Samples of up to n groups of the batch of `step`, if one of the newest phases, or this
         buffer's first, begins with it: all of the first group, which is one whose rewards differ

@@ -16,6 +16,7 @@ from typing import Any
 from rlcore.cluster.process_tuning import short_passes
 from rlcore.commands import derived
 from rlcore.commands.about import kernel_news, limit_facts, note_in_about, run_kernels, write_about
+from rlcore.commands.collapsed import go_back, slowed
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
 from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, prepare
@@ -26,7 +27,14 @@ from rlcore.commands.watch import health_of
 from rlcore.config.compose import check_resume, other_threads, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.unread import unread
-from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError, UserError
+from rlcore.errors import (
+    Collapsed,
+    DeadlineExceeded,
+    OwnershipLost,
+    RoleLost,
+    StageError,
+    UserError,
+)
 from rlcore.files import replace_file
 from rlcore.interfaces import Callback
 from rlcore.loop import checkpoint
@@ -215,6 +223,8 @@ def train(
 def _errors_name_the_log(owner: Owner) -> Iterator[None]:
     try:
         yield
+    except Collapsed:  # its sentence says how to go on
+        raise
     except (StageError, DeadlineExceeded) as e:
         log = owner.folder / LOG
         raise type(e)(f"{str(e).rstrip('.')}; {log} has the run's log") from e
@@ -256,6 +266,10 @@ def _recovering(run: RunContext) -> Progress:
         replace_file(run.folder / "config.yaml", to_yaml(run.given))
         try:
             return _attempt(run, start, patience_s)
+        except Collapsed as e:
+            if run.stop.requested:
+                raise
+            note(go_back(run.config, e))
         except RoleLost as e:
             if run.stop.requested:
                 # A user who stopped the run does not wait for another start.
@@ -299,7 +313,7 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
     """
     reporter, prepared = run.reporter, run.prepared
     note = reporter.note
-    config = run.scale.start_with(run.config)
+    config = slowed(run.scale.start_with(run.config))
     size = stored_bytes(config, prepared.tokenizer)
     with connected(config, store_bytes=size, patience_s=patience_s, stderr=run.logger.stderr):
         run.stop.interrupt()  # Ray has installed a handler of its own

@@ -41,6 +41,10 @@ def _between(c: RunConfig) -> dict[str, dict[str, str]]:
     if c.schedule.on_publish != "in_flight":
         why = f"schedule.on_publish={c.schedule.on_publish} lets no request keep its keys"
         found |= {f"actor.{label}": {"kv_on_update": why} for label in c.actor}
+    for rule in ("fallen", "answer_kl"):
+        if not getattr(c.logging.warnings, rule):
+            why = f"logging.warnings.{rule}=0 sees no policy that is lost"
+            found["schedule"] = {"on_collapse": why}
     if len(c.actor) == 1:
         found["correction"] = {"strata": "all actors are of one kind"}
     return found

@@ -36,9 +36,10 @@ PINNED = "PINNED"  # in a checkpoint that a process still reads; not part of it
 NAME = re.compile(r"step_\d{6,}")
 REMOVED = ".removed-"
 DAMAGED = ".damaged-"
+COLLAPSED = ".collapsed-"
 OTHER = ".other-version-"
 # Folders left by killed writers and removers, and checkpoints that an earlier start found damaged.
-LEFTOVERS = (".step_*.partial", ".step_*.stale", f"{REMOVED}*", f"{DAMAGED}*")
+LEFTOVERS = (".step_*.partial", ".step_*.stale", f"{REMOVED}*", f"{DAMAGED}*", f"{COLLAPSED}*")
 PARTS = ("learner/learner.json", "buffer/state.json")  # every checkpoint has them
 
 
@@ -98,14 +99,18 @@ def kept(
     spec: CheckpointSpec,
     scores: Mapping[str, Mapping[str, float]],
     awaited: int | None,
+    alarm: int | None = None,
 ) -> set[Path]:
     """The checkpoints to keep, in order of step. Damaged ones must have been renamed before
     (`resume_from`).
 
     `scores`: values of metrics by evaluated version, for all evaluations so far. `awaited`: the
-    version that is being evaluated; its checkpoint is kept until its score has come.
+    version that is being evaluated; its checkpoint is kept until its score has come. `alarm`: the
+    step of an alarm about the policy; the newest checkpoint of before it is kept.
     """
     keep = set(folders[-spec.keep :]) | {f for f in folders if (f / PINNED).exists()}
+    if alarm is not None:
+        keep |= set([f for f in folders if step_of(f) < alarm][-1:])
     if spec.keep_every:
         keep |= {f for f in folders if step_of(f) % spec.keep_every == 0}
     if spec.keep_best is not None:
@@ -124,13 +129,14 @@ def prune(
     *,
     newest: Path,
     awaited: int | None,
+    alarm: int | None = None,
 ) -> None:
     """Remove the checkpoints that are not `kept`. `newest`, which was just written, stays.
 
     Each is renamed first, so that a half removed one never counts as a checkpoint.
     """
     folders = _all(root)
-    for old in sorted(set(folders) - kept(folders, spec, scores, awaited) - {newest}):
+    for old in sorted(set(folders) - kept(folders, spec, scores, awaited, alarm) - {newest}):
         aside = root / f"{REMOVED}{old.name}"
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(old.rename(aside))
@@ -263,6 +269,20 @@ def resume_from(root: Path, note: Callable[[str], None]) -> Path | None:
         shutil.rmtree(root / name, ignore_errors=True)
         folder.rename(root / name)
     return found
+
+
+def set_aside(root: Path, alarm: int) -> Path | None:
+    """Rename the checkpoints from an alarm on, so that they do not count; the next start removes
+    them. Returns the newest of those before, if there is one."""
+    left = None
+    for folder in _all(root):
+        if step_of(folder) < alarm:
+            left = folder
+        else:
+            aside = root / f"{COLLAPSED}{folder.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+    return left
 
 
 def state_of(folder: Path) -> dict[str, Any]:

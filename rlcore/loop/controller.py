@@ -19,82 +19,24 @@ nothing but its seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost
+from rlcore.errors import Collapsed, NoSpace, OwnershipLost, RoleLost
 from rlcore.interfaces import Reporter
+from rlcore.loop.batch_queue import Batches, BatchQueue
+from rlcore.loop.collapse import HELD, Collapse
 from rlcore.loop.dispatcher import Dispatcher, LoopParts
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.publisher import Colocation, Publisher
-from rlcore.loop.role_protocols import Batch, BufferClient, Clients
+from rlcore.loop.role_protocols import BufferClient, Clients
 from rlcore.loop.saver import CheckpointPace, CheckpointRequest
 from rlcore.loop.shares import worth
 from rlcore.loop.targets import Ranges, SetPoints
 from rlcore.loop.timing import Clocks, Timeline, now
-
-Batches = dict[int, Batch]  # by step
-
-
-class BatchQueue:
-    """Takes the batches of one update phase at a time and has the learner fetch them."""
-
-    def __init__(self, plan: Plan, clients: Clients, stopping: Callable[[], bool]) -> None:
-        """`stopping`: whether the run is stopping, which ends all waits."""
-        self._plan = plan
-        self._buffer = clients.buffer
-        self._learner = clients.learner
-        self._stopping = stopping
-        self._next_phase: asyncio.Task[Batches | None] | None = None
-
-    def prepare(self, steps: Sequence[int]) -> None:
-        """Start gathering the batches of these steps, unless that was begun."""
-        if self._next_phase is None:
-            self._next_phase = asyncio.create_task(self._gather(steps))
-
-    async def get(self, steps: Sequence[int]) -> Batches | None:
-        """The batches of these steps, fetched by the learner; None if the run was stopped first.
-
-        Raises DeadlineExceeded, naming what is missing, when they take too long.
-        """
-        self.prepare(steps)
-        limit, gathering = self._plan.schedule.wait_data_timeout_s, self._next_phase
-        assert gathering is not None
-        await asyncio.wait([gathering], timeout=limit)
-        if not gathering.done():
-            lacking = await self._buffer.waiting_for(steps[-1])
-            raise DeadlineExceeded(
-                f"waited {limit:g} s for a batch (schedule.wait_data_timeout_s): {lacking}."
-            )
-        self._next_phase = None
-        return gathering.result()
-
-    async def _gather(self, steps: Sequence[int]) -> Batches | None:
-        plan = self._plan
-        wave = plan.total_groups if plan.synchronous else None
-        batches: Batches = {}
-        for step in steps:
-            while not await self._buffer.wait_ready(step, plan.supervision.heartbeat_s, wave):
-                if self._stopping():
-                    return None
-            batches[step] = await self._buffer.take(step)
-        # the steps of later epochs take these again
-        once = steps[: plan.phases.batches]
-        begun = now()
-        await self._learner.fetch({step: batches[step] for step in once})
-        metrics = {**batches[steps[0]].metrics, "time/fetch_s": now() - begun}
-        return {**batches, steps[0]: replace(batches[steps[0]], metrics=metrics)}
-
-    async def cancel(self) -> None:
-        """Stop gathering."""
-        if self._next_phase is not None:
-            self._next_phase.cancel()
-            await asyncio.gather(self._next_phase, return_exceptions=True)
-            self._next_phase = None
-
 
 SPACE_POLL_S = 2.0  # between two checks whether a full disk has space again
 
@@ -137,9 +79,10 @@ class RowWriter:
 
     async def write(
         self, metrics: Mapping[str, float], clocks: Clocks, others: Mapping[str, float]
-    ) -> None:
-        """Report the step just taken. `metrics`: the learner's, the batch's and an evaluation's.
-        `others`: metrics of publications that ended and of dispatch."""
+    ) -> frozenset[str]:
+        """Report the step just taken; returns the warnings that hold. `metrics`: the learner's, the
+        batch's and an evaluation's. `others`: metrics of publications that ended and of
+        dispatch."""
         progress, at = self._progress, now()
         step_s, self._row_at = at - self._row_at, at
         progress.seconds += step_s
@@ -170,17 +113,18 @@ class RowWriter:
         engines = self._fleet.training_sizes()
         cost = {n: engines[n] * price * step_s / 3600 for n, price in self._prices.items()}
         row |= worth(metrics, self._fleet.busy_s, cost)
-        await self._write(row)
+        speaking = await self._write(row)
         self._fleet.draw(self._timeline)
         self._reporter.timeline(progress.step, self._timeline.take())
+        return speaking
 
-    async def _write(self, row: Mapping[str, float | int | None]) -> None:
+    async def _write(self, row: Mapping[str, float | int | None]) -> frozenset[str]:
         """Report a row; training waits while the disk has no space for it. Raises NoSpace."""
         until = now() + self._space_timeout_s
         waiting = False
         while True:
             try:
-                self._reporter.row(row)
+                speaking = self._reporter.row(row)
             except NoSpace as e:
                 if now() >= until or self._stopping():
                     raise
@@ -194,7 +138,7 @@ class RowWriter:
                 continue
             if waiting:
                 self._reporter.note("there is space again: training continues")
-            return
+            return speaking
 
 
 VALUES_KEPT = 4096  # tokens of a sample whose ratios are written
@@ -301,6 +245,7 @@ class Controller:
         self.progress.phase_batches = plan.phases.batches
         self.progress.phase_epochs = plan.phases.epochs
         self.progress.max_staleness = plan.schedule.max_staleness
+        self._collapse = Collapse(plan, self.progress, parts.reporter.note)
         self._evaluated: dict[str, float] = {}  # results for the next row
         self._between_steps = True  # learner and ledger are as after progress.step
 
@@ -344,7 +289,7 @@ class Controller:
     ) -> None:
         """Try to take a last checkpoint after a failure, so that no step is lost that learner and
         buffer still hold. A checkpoint that cannot be saved is noted; raises nothing."""
-        if isinstance(error, OwnershipLost):
+        if isinstance(error, OwnershipLost | Collapsed):
             return
         if not isinstance(error, RoleLost):  # then no step would come to its end
             self.request_stop()  # the present step, and a checkpoint, as on a signal
@@ -486,6 +431,8 @@ class Controller:
         await self._evaluate_if_due(last)
         await self._report(metrics | batch_metrics | self._evaluated, clocks)
         self._evaluated = {}
+        if self._collapse.take_hold() and not last:
+            await self._hold()
         if not last:  # the final checkpoint is written separately
             await self._checkpoint_if_due()
         self._dispatcher.gate.set()
@@ -545,7 +492,20 @@ class Controller:
         others |= self._colocation.take_costs() | self._dispatcher.groups.kinds.metrics()
         others |= self._targets.metrics()
         others |= self._parts.saver.metrics() | self._parts.requests.prompts.metrics()
-        await self._rows.write(metrics, clocks, others)
+        self._collapse.judge(await self._rows.write(metrics, clocks, others))
+
+    async def _hold(self) -> None:
+        """Give up all that was sampled and not trained on: admission pauses, running requests are
+        withdrawn, the ledger counts them, and fresh samples come from the newest version."""
+        async with self._dispatcher.admitting:
+            await self._batches.settle()
+            await self._publisher.done()
+            count = await self._clients.buffer.give_up(HELD)
+            await self._dispatcher.groups.look()
+        self._parts.reporter.note(
+            f"step {self.progress.step}: the policy has fallen, with samples far from it: {count} "
+            "groups are given up and fresh ones sampled (schedule.on_collapse=hold)"
+        )
 
     async def _checkpoint_if_due(self) -> None:
         """Training does not wait for a slow disk: a checkpoint that is due by time is taken when

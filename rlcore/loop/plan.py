@@ -107,6 +107,9 @@ class Plan:
         return progress.in_phase
 
 
+SETTLED = 1000  # steps before a run's first: nothing was held yet
+
+
 @dataclass(slots=True)
 class Progress:
     """Progress of the run: the loop's part of a checkpoint."""
@@ -125,3 +128,5 @@ class Progress:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)  # `KindShares.state`
     targets: dict[str, Any] = field(default_factory=dict)  # `SetPoints.state`
+    alarm: int | None = None  # step of the first alarm about the policy, until it is over
+    held: int = -SETTLED  # step at which samples were last given up (`loop/collapse.py`)

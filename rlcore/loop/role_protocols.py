@@ -102,6 +102,10 @@ class BufferClient(Protocol):
     async def commit(self, step: int) -> None:
         """The batch of `step` was trained on."""
 
+    async def give_up(self, reason: str) -> int:
+        """Evict all groups that no step was trained on, those of batches that were taken
+        included; their number."""
+
     async def waiting_for(self, step: int) -> str:
         """One line: what is missing for the batch of `step`."""
 

@@ -272,9 +272,9 @@ class Saver:
         what = f"seal the checkpoint (checkpoint.write_timeout_s={limit:g})"
         await self._disk.run(seal, timeout_s=limit, what=what)
         self._newest = name
-        self._remove(progress["scores"], awaited)
+        self._remove(progress, awaited)
 
-    def _remove(self, scores: Mapping[str, Mapping[str, float]], awaited: int | None) -> None:
+    def _remove(self, progress: Mapping[str, Any], awaited: int | None) -> None:
         """Remove older checkpoints, in the background: they only take space, and the next removal
         takes any that are left."""
         if self._removing.running:
@@ -282,7 +282,14 @@ class Saver:
         spec, newest = self._spec, self._root / self._newest
         self._removal = asyncio.get_running_loop().run_in_executor(
             self._removing,
-            lambda: checkpoint.prune(self._root, spec, scores, newest=newest, awaited=awaited),
+            lambda: checkpoint.prune(
+                self._root,
+                spec,
+                progress["scores"],
+                newest=newest,
+                awaited=awaited,
+                alarm=progress["alarm"],
+            ),
         )
         self._removal.add_done_callback(self._removed)
 

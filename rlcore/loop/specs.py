@@ -94,6 +94,11 @@ class ScheduleSpec(BatchingSpec):
             "lag has no sample running then",
         ),
         Unread(
+            ("max_rollbacks",),
+            lambda spec: spec.on_collapse != "rollback",
+            "only on_collapse=rollback goes back",
+        ),
+        Unread(
             ("steps_per_publish",),
             lambda spec: spec.synchronous and spec.publish_period > spec.steps_per_publish,
             "max_staleness=0 publishes after whole phases, which are longer",
@@ -108,6 +113,13 @@ class ScheduleSpec(BatchingSpec):
         False,
         "engines and learner on the same GPUs, in turn: engines sleep while a phase is trained",
     )
+    on_collapse: Literal["hold", "rollback", "stop", "off"] = setting(
+        "hold",
+        "when rewards have fallen and samples are far from the policy (logging.warnings.fallen and "
+        "answer_kl): hold gives up what was sampled; rollback goes on from the newest checkpoint "
+        "before the first alarm with half learner.lr; stop ends the run, exit code 4; off: nothing",
+    )
+    max_rollbacks: int = setting(3, "on_collapse=rollback: times in a run; then it stops", ge=0)
     wait_data_timeout_s: float = setting(
         600.0, "a learner without data for longer ends the run", unit="s", gt=0
     )

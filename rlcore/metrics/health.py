@@ -205,13 +205,6 @@ class RunVerdict:
         return f"{self.said} {self.warnings[0]}{more}" if self.warnings else self.said
 
 
-def judge(rows: Iterable[Row], spec: WarningsSpec, course: Course) -> RunVerdict:
-    """The verdict on a run by all its rows."""
-    health = Health(spec, course)
-    health.resume(rows)
-    return health.verdict()
-
-
 # ----- the steps that the recorder keeps for it -----
 
 RECORDER = "recorder"  # of a run directory: batches that were trained on

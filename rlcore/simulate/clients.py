@@ -112,6 +112,9 @@ class FakeBuffer(BufferClient):
     async def commit(self, step: int) -> None:
         await self.actor.commit(step)
 
+    async def give_up(self, reason: str) -> int:
+        return await self.actor.give_up(reason)
+
     async def waiting_for(self, step: int) -> str:
         return await self.actor.waiting_for(step)
 

@@ -33,8 +33,8 @@ FREE = {
     "environment": PLAYED,
     "schedule": (
         "steps groups_per_step steps_per_publish steps_per_phase epochs max_staleness sampling "
-        "max_uses on_publish colocated wait_data_timeout_s publish_timeout_s step_timeout_s "
-        "wait_space_timeout_s"
+        "max_uses on_publish on_collapse max_rollbacks colocated wait_data_timeout_s "
+        "publish_timeout_s step_timeout_s wait_space_timeout_s"
     ),
     "critic": (
         "lr warmup_steps discount lam traces rho_cap c_cap clip whiten bootstrap lora.publish"

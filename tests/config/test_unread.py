@@ -68,7 +68,8 @@ LAUNCH = {
     },
 }
 # Settings whose meaning names a condition, and which are refused without it or read anyway.
-BETWEEN = {"eps_low", "eps_high", "kv_on_update", "strata"}  # of settings in another section
+# of settings in another section
+BETWEEN = {"eps_low", "eps_high", "kv_on_update", "strata", "on_collapse"}
 OTHERWISE = {
     "fp8_kv_cache": "refused on CPUs",
     "draft_path": "refused of other kinds",
@@ -151,6 +152,10 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ("abort", "schedule=on_policy", "schedule=async"),
         ("in_flight", "schedule=fixed_lag", "schedule=async schedule.on_publish=finish"),
     ],
+    "schedule.on_collapse": [
+        ("stop", f"logging.warnings.{rule}=0", "") for rule in ("fallen", "answer_kl")
+    ],
+    "schedule.max_rollbacks": [("9", "", "schedule.on_collapse=rollback")],
     "schedule.steps_per_publish": [
         (
             "2",

@@ -113,6 +113,11 @@ class BufferActor:
         self.buffer.commit(step)
         self._notify()
 
+    async def give_up(self, reason: str) -> int:
+        count = self.buffer.give_up(reason)
+        self._notify()
+        return count
+
     async def in_flight(self, group_ids: list[int] | None = None) -> Missing:
         return self.buffer.in_flight(group_ids)
 

@@ -83,6 +83,9 @@ class RayBuffer(BufferClient):
     async def commit(self, step: int) -> None:
         await self._call(self.handle.commit.remote(step), "a commit")
 
+    async def give_up(self, reason: str) -> int:
+        return int(await self._call(self.handle.give_up.remote(reason), "giving up all samples"))
+
     async def waiting_for(self, step: int) -> str:
         return str(await self._call(self.handle.waiting_for.remote(step), "the buffer's state"))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
-from rlcore.metrics.rules.base import RECENT, Fast, Rule, Window, held_out
+from rlcore.metrics.rules.base import RECENT, Fast, Past, Rule, Window, held_out
 from rlcore.metrics.specs import WarningsSpec
 
 LONGEST = 128  # tokens of an answer that count in its KL: the evidence for a bound ends there
@@ -34,6 +35,18 @@ def rate_that_holds(lr: float, nats: float) -> float:
     rate = lr * min(1.0, (HOLDS / nats) ** (1 / GROWTH))
     place = 10.0 ** math.floor(math.log10(rate))
     return float(f"{math.floor(rate / place + 1e-9) * place:.0e}")
+
+
+def holding_rate(rows: Iterable[Row], alarm: int, spec: WarningsSpec) -> float | None:
+    """The learning rate that would have kept samples near the policy where `answer_kl` gave an
+    alarm at a step; None where rows do not say it."""
+    past = Past()
+    for row in rows:
+        past.add(row)
+        nats, lr = answer_kl(row, past.floor), row.get("lr")
+        if int(row["step"] or 0) > alarm - RECENT and nats and nats > spec.answer_kl and lr:
+            return rate_that_holds(lr, nats)
+    return None
 
 
 class AnswerKl(Fast):

@@ -14,7 +14,15 @@ ASYNC = Course(staleness_bound=8)
 ON_POLICY = Course(takes_turns=True)
 # The step at which samples that have left the policy are seen, in the runs that lose it; the
 # rewards of the last one fell at step 23.
-SEEN = {"async": 4, "fp8": 4, "fp8 tis": 4, "lag 2": 5, "object store": 5, "vcpo": 15}
+SEEN = {
+    "async": 4,
+    "fp8": 4,
+    "fp8 tis": 4,
+    "lag 2": 5,
+    "object store": 5,
+    "vcpo": 15,
+    "cpu, async": 4,
+}
 
 
 def alarms(found, course=ASYNC, spec=None):
@@ -30,8 +38,17 @@ def test_a_run_that_loses_its_policy_is_seen_at_the_first_sign(run):
     assert found["fallen"].step > SEEN[run]
 
 
+def test_the_held_out_result_is_lost_after_the_alarm():
+    rows = recorded()["cpu, async"]
+    rewards = {r["step"]: v for r in rows if (v := r.get("eval/digits/sampled_reward"))}
+    lost = [step for step, reward in rewards.items() if reward < 0.8 * rewards[1]]
+    assert alarms(rows)["answer_kl"].step < min(lost)
+
+
 @pytest.mark.parametrize(
-    ("run", "course"), [("on policy", ON_POLICY), ("async at 1e-5", ASYNC)], ids=str
+    ("run", "course"),
+    [("on policy", ON_POLICY), ("async at 1e-5", ASYNC), ("cpu, quickstart", ASYNC)],
+    ids=str,
 )
 def test_recorded_runs_that_learn_raise_no_alarm(run, course):
     assert alarms(recorded()[run], course) == {}

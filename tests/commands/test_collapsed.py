@@ -1,0 +1,117 @@
+"""A lost policy, from the command's side: back to the checkpoint of before the alarm with half the
+rate, or an end that says how to go on."""
+
+import json
+import shlex
+from dataclasses import asdict
+
+import pytest
+
+from rlcore.cli import main
+from rlcore.commands.collapsed import Rollback, rollbacks, slowed
+from rlcore.commands.train import StopSignals
+from rlcore.errors import Collapsed
+from rlcore.loop import checkpoint
+from rlcore.loop.plan import Progress
+from rlcore.metrics.rows import read_rows
+
+WORDS = (
+    "experiment=quickstart",
+    "logging.wandb=disabled",
+    "logging.console=off",
+    "schedule.steps=9",
+)
+
+
+def make_checkpoint(root, step):
+    with checkpoint.new_checkpoint(root, step) as folder:
+        for part in checkpoint.PARTS:
+            (folder / part).parent.mkdir(exist_ok=True)
+            (folder / part).write_text("{}")
+        state = {"progress": asdict(Progress(step=step)), "prompts": {"cursor": step}}
+        (folder / checkpoint.STATE).write_text(json.dumps(state))
+
+
+def row(step, far):
+    return {
+        "step": step,
+        "lr": 1e-4,
+        "reward/mean": 0.1 if far else 0.4,
+        "mismatch/kl_k3": 0.3 if far else 0.0,
+        "response_length/mean": 20.0,
+        "staleness/max": 3.0 if far else 0.0,
+    }
+
+
+class Attempts:
+    """Attempts of a run whose policy is lost at step 6, with an alarm at step 4, in the first
+    `lost` of them."""
+
+    def __init__(self, monkeypatch, lost, checkpoints=(3, 5)):
+        self.begun = []  # (step, learner.lr) of each
+        self._lost = lost
+        self._checkpoints = checkpoints
+        monkeypatch.setattr("rlcore.commands.train._attempt", self)
+        monkeypatch.setattr(StopSignals, "interrupt", lambda self: None)
+
+    def __call__(self, run, start, patience_s):
+        step = start.progress.step
+        self.begun.append((step, slowed(run.config).learner.lr))
+        if len(self.begun) > self._lost:
+            return Progress(step=run.config.schedule.steps)
+        for at in range(step + 1, 7):
+            run.logger.log(row(at, at >= 3))
+        for at in self._checkpoints:
+            make_checkpoint(run.checkpoints, at)
+        raise Collapsed(6, 4)
+
+
+def train(folder, *words):
+    return main(["train", *WORDS, f"run_dir={folder}", *words])
+
+
+def test_rollback_goes_on_before_the_alarm_with_half_the_rate(tmp_path, monkeypatch):
+    attempts = Attempts(monkeypatch, lost=2)
+    assert train(tmp_path, "schedule.on_collapse=rollback") == 0
+    assert attempts.begun == [(0, 1e-4), (3, 5e-5), (3, 2.5e-5)]
+    assert rollbacks(tmp_path) == [Rollback(6, 3, 5e-5, 1e-4), Rollback(6, 3, 2.5e-5, 1e-4)]
+    # the words of before go on with the lower rate, another rate holds
+    for words, rate in (((), 2.5e-5), (("learner.lr=3e-5",), 3e-5)):
+        assert train(tmp_path, "schedule.on_collapse=rollback", "resume=auto", *words) == 0
+        assert attempts.begun[-1] == (3, rate)
+    assert [r["step"] for r in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    log = (tmp_path / "log.jsonl").read_text()
+    assert "rollback 2 of schedule.max_rollbacks=3, to step_000003, with learner.lr=2.5e-05" in log
+    assert [f.name for f in (tmp_path / "checkpoints").glob("step_*")] == ["step_000003"]
+
+
+def test_without_a_checkpoint_of_before_the_run_begins_anew(tmp_path, monkeypatch):
+    attempts = Attempts(monkeypatch, lost=1, checkpoints=(5,))
+    assert train(tmp_path, "schedule.on_collapse=rollback") == 0
+    assert attempts.begun == [(0, 1e-4), (0, 5e-5)]
+    assert "the beginning, since there was no checkpoint" in (tmp_path / "log.jsonl").read_text()
+
+
+@pytest.mark.parametrize("checkpoints", [(3, 5), ()])
+def test_stop_says_how_to_go_on_and_that_goes_on(tmp_path, monkeypatch, capsys, checkpoints):
+    attempts = Attempts(monkeypatch, lost=1, checkpoints=checkpoints)
+    assert train(tmp_path, "schedule.on_collapse=stop") == 4
+    said = capsys.readouterr().err
+    assert "the policy fell by step 6 (reward/mean 0.1 to 0.1)" in said
+    assert "the first alarm was at step 4 (schedule.on_collapse=stop)" in said
+    before = tmp_path / "checkpoints" / "step_000003"
+    last = f"Its last checkpoint before is {before}" if checkpoints else "It has no checkpoint"
+    assert last in said
+    command = said.partition("to go on from there: rlcore ")[2].strip()
+    assert command == f"train run_dir={tmp_path} resume=auto learner.lr=2e-05"
+    assert main(shlex.split(command)) == 0
+    assert attempts.begun[1] == (3 if checkpoints else 0, 2e-5)
+
+
+def test_rollbacks_are_used_up_also_over_several_commands(tmp_path, monkeypatch, capsys):
+    words = ("schedule.on_collapse=rollback", "schedule.max_rollbacks=2")
+    attempts = Attempts(monkeypatch, lost=9)
+    assert train(tmp_path, *words) == 4
+    assert len(attempts.begun) == 3 and "after 2 rollbacks" in capsys.readouterr().err
+    assert train(tmp_path, *words, "resume=auto") == 4
+    assert len(attempts.begun) == 4 and len(rollbacks(tmp_path)) == 2
