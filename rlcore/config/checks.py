@@ -176,6 +176,10 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
+def _decay(c: RunConfig) -> None:
+    c.learner.check_decay("learner", c.schedule.steps)
+
+
 def _step_sizes(c: RunConfig) -> None:
     max_len = c.model.max_len
     for label, actor in c.actor.items():
@@ -475,6 +479,7 @@ RULES = (
     load_objectives,
     *TASK_RULES,
     _diffusion,
+    _decay,
     _step_sizes,
     _truncation,
     _corrections,

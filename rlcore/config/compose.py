@@ -146,8 +146,10 @@ def _corrections(corrections: CorrectionList) -> CorrectionList:
 def _task(task: AnyTask) -> AnyTask:
     args = dict(task.args)
     for name in FILES:
-        if isinstance(args.get(name), str) and not args[name].startswith(CACHED):
+        if isinstance(args.get(name), str):
             args[name] = _data(args[name])
+        elif isinstance(args.get(name), list | tuple):
+            args[name] = [_data(one) if isinstance(one, str) else one for one in args[name]]
     grader = args.get("grader")
     if isinstance(grader, str):
         args["grader"] = _code(grader)
@@ -184,7 +186,9 @@ def _template(name: str) -> str:
 
 
 def _data(path: str) -> str:
-    """A file or folder; OWNER/NAME of a set in the local cache is `hf:OWNER/NAME`."""
+    """A file, folder or pattern; OWNER/NAME of a set in the local cache is `hf:OWNER/NAME`."""
+    if path.startswith(CACHED):
+        return path
     name = "/".join(path.split("/")[:2])
     if os.path.exists(path) or not HUB_NAME.fullmatch(name):
         return os.path.abspath(path)

@@ -313,9 +313,6 @@ def _data(t: _Translator) -> None:
         files = t.values.get(key)
         if isinstance(files, list) and len(files) == 1:
             t.values[key] = files[0]
-        elif isinstance(files, list):
-            t.leave(t.name(key), "one file is read: join them, or mix tasks")
-            del t.values[key]
     if t.source in ("verl", "skyrl"):  # their data has these columns
         t.values.setdefault("task.args.question_field", "prompt")
         t.values.setdefault("task.args.answer_field", "reward_model.ground_truth")

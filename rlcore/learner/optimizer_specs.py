@@ -34,6 +34,18 @@ class OptimizerSpec(Spec):
     weight_decay: float = setting(0.0, "of AdamW", ge=0)
     grad_clip: float = setting(1.0, "largest gradient norm", gt=0)
 
+    def check_decay(self, key: str, steps: int) -> None:
+        """Raise UserError for a warm-up that leaves no step to the decay. `steps`: of the run."""
+        named = self.lr_decay_steps is not None
+        end = self.lr_decay_steps or steps
+        refuse(
+            self.lr_schedule != "constant" and self.lr_warmup_steps >= end,
+            f"{key}.lr_warmup_steps={self.lr_warmup_steps} leaves no step to {key}.lr_schedule="
+            f"{self.lr_schedule}, which ends after {f'{key}.lr_decay_steps' if named else 'all'}"
+            f"{'=' if named else ' '}{end}{'' if named else ' steps of the run'}: set {key}."
+            f"lr_warmup_steps={end - 1} or less, or {key}.lr_schedule=constant.",
+        )
+
 
 class OffloadSpec(Spec):
     """The tensors that ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""

@@ -266,9 +266,9 @@ class LogProbEstimator(ABC):
 
 
 class RateSchedule:
-    """Linear warm-up, then constant, or down to `lr_final` * lr at the end.
+    """Linear warm-up, then constant, or down to `lr_final` * lr, which the last step has.
 
-    The end is `lr_decay_steps`, or `total_steps` (of the run) where that is not given.
+    That is the last of `lr_decay_steps`, or of `total_steps` (of the run) where that is not given.
     """
 
     def __init__(self, spec: OptimizerSpec, total_steps: int) -> None:
@@ -282,7 +282,8 @@ class RateSchedule:
             return lr * (step + 1) / warmup
         if self._spec.lr_schedule == "constant":
             return lr
-        done = min(1.0, (step - warmup) / max(1, self._end - warmup))
+        last = self._end - 1
+        done = 1.0 if step >= last else (step - warmup) / (last - warmup)
         linear = self._spec.lr_schedule == "linear"
         remaining = 1.0 - done if linear else 0.5 * (1.0 + cos(pi * done))
         return lr * (self._spec.lr_final + (1.0 - self._spec.lr_final) * remaining)

@@ -25,7 +25,7 @@ from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.files import replace_file
 from rlcore.interfaces import Callback, Span
 from rlcore.metrics.health import Alarm
-from rlcore.metrics.rows import Row, RowFile
+from rlcore.metrics.rows import Row, RowFile, read_rows
 from rlcore.metrics.specs import LoggingSpec
 
 Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
@@ -221,7 +221,8 @@ def wandb_mode(spec: LoggingSpec) -> Literal["offline", "online", "disabled"]:
 
 class WandbSink(Sink):
     """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
-    that a later sync joins its parts. Samples are tables, `samples/training` and
+    that a later sync joins its parts, unless rows were cut from metrics.jsonl: it then gets another
+    id and its rows from the first on. Samples are tables, `samples/training` and
     `samples/<evaluation>`; W&B adds metrics of the machine.
 
     Its service is a process of its own, which may die or hang as any other. Offline it starts while
@@ -247,12 +248,33 @@ class WandbSink(Sink):
         self._tables: dict[str, list[list[str | float | None]]] = {}
         self._wandb: Any = None  # the package, once it is there
         self._run: Any = None
-        start = partial(self._start, run_dir, spec, mode, dict(config), id_file.read_text().strip())
+        self._id_file, self._metrics = id_file, run_dir / METRICS
+        self._begin = partial(self._start, run_dir, spec, mode, dict(config))
+        self._logged = _last_step(self._metrics)  # by this W&B run, which an id names
+        start = partial(self._begin, id_file.read_text().strip())
         if mode == "online":
             start()
         self._calls = Calls("W&B's service")
         if mode == "offline":
             self._calls.put(start)
+
+    def resume_at(self, step: int) -> None:
+        """W&B's steps only rise: rows that come again would be dropped there, and those of the lost
+        steps stay. So they begin another run of W&B, with the rows of metrics.jsonl up to here."""
+        if self._logged <= step:
+            return
+        self._id_file.write_text(secrets.token_hex(4))
+        begin = partial(self._begin, self._id_file.read_text())
+        kept = [row for row in read_rows(self._metrics) if (row["step"] or 0) <= step]
+
+        def call() -> None:
+            self._run.finish(exit_code=1)
+            begin()
+            for row in kept:
+                self._run.log(_numbers(row), step=row["step"])
+
+        self._calls.put(call)
+        self._logged = step
 
     def _start(
         self,
@@ -301,8 +323,8 @@ class WandbSink(Sink):
         self._tables[f"samples/{kind}"] = table_rows(name, decoded)
 
     def log(self, row: Row) -> None:
-        # W&B takes no null as a number, but a row may lack the value.
-        values: dict[str, Any] = {k: v for k, v in row.items() if v is not None}
+        values = _numbers(row)
+        self._logged = max(self._logged, int(row["step"] or 0))
         tables, self._tables = self._tables, {}
 
         def call() -> None:
@@ -338,6 +360,16 @@ class WandbSink(Sink):
                 if self._wandb is not None:
                     self._wandb.teardown()
             raise
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    """A row without nulls, which W&B takes for no number."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _last_step(metrics: Path) -> int:
+    rows = read_rows(metrics) if metrics.is_file() else []
+    return int(rows[-1]["step"] or 0) if rows else 0
 
 
 class CallbackSink(Sink):

@@ -46,6 +46,14 @@ class WarmUpSpec(Spec):
     )
     cache_dir: str = setting("cache/warmup", "folder where warmed-up models are kept and reused")
 
+    def check(self, key: str) -> None:
+        refuse(
+            self.lr_schedule != "constant" and self.lr_warmup_steps >= self.steps,
+            f"{key}.lr_warmup_steps={self.lr_warmup_steps} leaves none of {key}.steps={self.steps} "
+            f"to {key}.lr_schedule={self.lr_schedule}: set {key}.lr_warmup_steps={self.steps - 1} "
+            f"or less, or {key}.lr_schedule=constant.",
+        )
+
 
 class DiffusionSpec(Spec):
     """A masked-diffusion model, and how its responses are denoised (papers/ais.txt, C.2)."""

@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from rlcore.interfaces import Split, Task
@@ -39,8 +40,8 @@ class RowError(ValueError):
 
 
 class RecordTask(Task, ABC):
-    """`train_path` and `heldout_path` name a data file each, or a folder that a Hugging Face data
-    set was saved to (`row_files.py`); one may be None, its split is then empty. `train_split` and
+    """`train_path` and `heldout_path` name a data file each, a list or a pattern of several, or a
+    folder (`row_files.py`); one may be None, its split is then empty. `train_split` and
     `heldout_split` choose one of several splits in such a folder.
 
     A field is a column name or a dotted path into it (`reward_model.ground_truth`,
@@ -54,8 +55,8 @@ class RecordTask(Task, ABC):
     def __init__(
         self,
         *,
-        train_path: str | None = None,
-        heldout_path: str | None = None,
+        train_path: str | Sequence[str] | None = None,
+        heldout_path: str | Sequence[str] | None = None,
         train_split: str | None = None,
         heldout_split: str | None = None,
         instruction: str = "",
@@ -71,7 +72,10 @@ class RecordTask(Task, ABC):
             raise ArgumentError("instruction", instruction, "is not accepted: give a text.")
         self._instruction = instruction
         self._skip = one_of("missing_answer", missing_answer, ("error", "skip")) == "skip"
-        self._paths: dict[Split, str | None] = {"train": train_path, "heldout": heldout_path}
+        self._paths: dict[Split, str | Sequence[str] | None] = {
+            "train": train_path,
+            "heldout": heldout_path,
+        }
         self._splits: dict[Split, str | None] = {"train": train_split, "heldout": heldout_split}
         # rows left out because they have no answer
         self.skipped: dict[Split, int] = {"train": 0, "heldout": 0}
@@ -152,10 +156,36 @@ class RecordTask(Task, ABC):
 
     def remarks(self) -> list[str]:
         found = {split: count for split, count in self.skipped.items() if count}
-        return [f"{n} {split} rows without an answer are left out" for split, n in found.items()]
+        said = [f"{n} {split} rows without an answer are left out" for split, n in found.items()]
+        return [*said, *self._contradictions()]
+
+    def _contradictions(self) -> list[str]:
+        """A line on questions that rows ask again with another answer: a policy cannot learn both,
+        and no grader is right about both."""
+        asked: dict[str, list[tuple[str, Record]]] = {}
+        for split, records in self._records.items():
+            for record in records:
+                text = json.dumps(record.messages or record.question, sort_keys=True).strip()
+                asked.setdefault(text, []).append((split, record))
+        found = [
+            same
+            for same in asked.values()
+            if len(same) > 1 and len({(r.answer, r.accepted) for _, r in same}) > 1
+        ]
+        if not found:
+            return []
+        shown = ["; ".join(_place(split, r) for split, r in same[:4]) for same in found[:3]]
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        count = "one question stands" if len(found) == 1 else f"{len(found)} questions stand"
+        return [f"{count} in several rows with different answers: {' | '.join(shown)}{more}"]
 
 
-def _bad_row(argument: str, path: str, number: int, why: str) -> ArgumentError:
+def _place(split: str, record: Record) -> str:
+    answer = record.answer if len(record.answer) <= 40 else f"{record.answer[:37]}..."
+    return f"{split} row {record.row} ({answer!r})"
+
+
+def _bad_row(argument: str, path: object, number: int, why: str) -> ArgumentError:
     first = why.splitlines()[0].rstrip(".")
     return ArgumentError(argument, path, f"has a bad row: row {number}: {first}.")
 
@@ -225,7 +255,8 @@ def _elsewhere(row: Row) -> str | None:
 
 def _written(value: Any, path: str) -> str:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
+        # int(1e23) has other digits; -0.0 is 0
+        value = format(Decimal(repr(value + 0.0)), "f").removesuffix(".0")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {path} is {type(value).__name__}, not text or a number")
     return str(value)

@@ -4,13 +4,14 @@ Face data set was saved to, and sets in the local cache of Hugging Face."""
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import io
 import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -72,27 +73,43 @@ def _fault(value: Any) -> str | None:
     return None
 
 
-def rows(argument: str, path: str, split: str | None = None) -> Iterator[tuple[int, Row]]:
-    """(row number from 1, row) of a data file, of a folder that `save_to_disk` wrote, or of a set
-    in the local cache, `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIGURATION`; in JSON Lines the row
-    number is the line number. `split`: of a folder or set that has several.
+def rows(
+    argument: str, path: str | Sequence[str], split: str | None = None
+) -> Iterator[tuple[int, Row]]:
+    """(row number from 1, row) of a data file, of all that a pattern matches, of a folder of them
+    or one that `save_to_disk` wrote, of a set in the local cache, `hf:OWNER/NAME` or
+    `hf:OWNER/NAME/CONFIGURATION`, or of a list of these, one after the other; in a single file of
+    JSON Lines the row number is the line number. `split`: of a folder or set that has several.
 
     JSON values without a meaning are `Meaningless`. Raises ArgumentError for `argument`.
     """
+    if not isinstance(path, str) and isinstance(path, Sequence):
+        if not path:
+            raise ArgumentError(argument, "[]", "lists no file.")
+        each = (row for one in path for _, row in rows(argument, str(one), split))
+        yield from enumerate(each, 1)
+        return
     if str(path).startswith(CACHED):
         yield from _numbered(argument, _cached(argument, str(path), split))
         return
     file = Path(str(path)).expanduser()
+    if is_pattern(str(file)):
+        yield from _numbered(argument, _matching(argument, str(file)))
+        return
     if file.is_dir():
-        yield from enumerate(_saved(argument, file, split), 1)
+        saved = (file / STATE).is_file() or (file / SPLITS).is_file()
+        if not saved and (files := _in_folder(argument, file, split)):
+            yield from _numbered(argument, files)
+        else:
+            yield from enumerate(_saved(argument, file, split), 1)
         return
     if _reader(file) is None:
         raise ArgumentError(
             argument,
             path,
             f"is not accepted: give a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file (the first "
-            "three may end in .gz), a folder that a Hugging Face data set was saved to, or "
-            f"{CACHED}OWNER/NAME of one in the local cache.",
+            "three may end in .gz), a folder, a pattern or a list of such files, a folder that a "
+            f"Hugging Face data set was saved to, or {CACHED}OWNER/NAME of one in the local cache.",
         )
     if not file.is_file():
         raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")
@@ -261,7 +278,7 @@ def _parquet(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
     import pyarrow.parquet
 
     try:
-        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
+        yield from enumerate(_values(pyarrow.parquet.read_table(file)), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ArgumentError(argument, file, f"cannot be read as Parquet: {error}.") from error
 
@@ -277,9 +294,129 @@ def _arrow(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
             source.seek(0)
             opened = pyarrow.ipc.open_file if seekable else pyarrow.ipc.open_stream
             table = opened(source).read_all()
-            yield from enumerate(table.to_pylist(), 1)
+            yield from enumerate(_values(table), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ArgumentError(argument, file, f"cannot be read as Arrow: {error}.") from error
+
+
+def _values(table: Any) -> list[Row]:
+    """The rows of an Arrow table; a number of a narrow type is the shortest decimal that is this
+    number in its type: 0.1 of a float32 column, not 0.10000000149011612."""
+    made: list[Row] = table.to_pylist()
+    for field in table.schema:
+        shorten = _shortener(field.type)
+        if shorten is not None:
+            for row in made:
+                row[field.name] = shorten(row[field.name])
+    return made
+
+
+def _shortener(kind: Any) -> Callable[[Any], Any] | None:
+    """A function for the values of an Arrow type that holds such numbers; None: of another."""
+    import numpy as np
+    from pyarrow import types
+
+    if types.is_float16(kind) or types.is_float32(kind):
+        narrow = np.float16 if types.is_float16(kind) else np.float32
+        return lambda value: None if value is None else float(str(narrow(value)))
+    if types.is_dictionary(kind):
+        return _shortener(kind.value_type)
+    if types.is_map(kind):
+        parts = [_shortener(kind.key_type) or _same, _shortener(kind.item_type) or _same]
+        return _of_each(lambda pair: tuple(f(v) for f, v in zip(parts, pair)))
+    if types.is_struct(kind):
+        inner = {f.name: shorten for f in kind if (shorten := _shortener(f.type))}
+        return (lambda value: value and value | _each(inner, value)) if inner else None
+    if hasattr(kind, "storage_type"):
+        return _shortener(kind.storage_type)
+    own = _shortener(kind.value_type) if hasattr(kind, "value_type") else None
+    return own and _of_each(own)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _each(shorten: Mapping[str, Callable[[Any], Any]], values: Row) -> Row:
+    return {name: own(values[name]) for name, own in shorten.items()}
+
+
+def _of_each(shorten: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: None if values is None else [shorten(value) for value in values]
+
+
+# -- Several files ---------------------------------------------------------------------------------
+
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})$")
+_SPLIT = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
+_ABOUT = re.compile(r"dataset_infos?\..*|state\.json|dataset_dict\.json")
+
+
+def is_pattern(path: str) -> bool:
+    """Return whether a path stands for all files that it matches."""
+    return glob.has_magic(path) and not Path(path).exists()
+
+
+def _matching(argument: str, pattern: str) -> list[Path]:
+    """The files of a pattern by name, numbers by their value. Raises ArgumentError."""
+    found = [Path(name) for name in glob.glob(pattern, recursive=True)]
+    files = _ordered(file for file in found if file.is_file())
+    if not files:
+        raise ArgumentError(argument, pattern, "matches no file.")
+    odd = [file.name for file in files if _reader(file) is None]
+    if odd:
+        why = f"matches {odd[0]}, which is no data file: end it in a suffix, such as *.parquet."
+        raise ArgumentError(argument, pattern, why)
+    return files
+
+
+def _ordered(files: Iterable[Path]) -> list[Path]:
+    def key(file: Path) -> list[tuple[int, str]]:
+        parts = re.split(r"(\d+)", str(file))
+        return [(int(part[:20]), "") if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+    return sorted(files, key=key)
+
+
+def _in_folder(argument: str, folder: Path, split: str | None) -> list[Path]:
+    """The data files of a folder, which are of one split. Raises ArgumentError for files of several
+    formats, and for a set of numbered files that is not whole."""
+    inside = _ordered(folder.rglob("*"))
+    hidden = [f for f in inside if any(p.startswith(".") for p in f.relative_to(folder).parts)]
+    files = [f for f in inside if f not in hidden and f.is_file() and _reader(f) is not None]
+    files = [file for file in files if not _ABOUT.fullmatch(file.name)]
+    forms = sorted({Path(file.name.lower().removesuffix(".gz")).suffix for file in files})
+    if len(forms) > 1:
+        raise ArgumentError(
+            argument,
+            folder,
+            f"holds files of several formats ({', '.join(forms)}): name those that are meant by a "
+            f"pattern, {folder}/*{forms[0]}.",
+        )
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        named = _SPLIT.findall(str(file.relative_to(folder)).lower())
+        splits.setdefault(named[-1] if named else "all", []).append(file)
+    chosen = files
+    if len(splits) > 1 or split is not None:
+        chosen = splits[_chosen(argument, folder, list(splits), split)]
+    _require_whole(argument, folder, chosen)
+    return chosen
+
+
+def _require_whole(argument: str, place: object, files: Sequence[Path]) -> None:
+    """Raise ArgumentError where one of NAME-00000-of-00002 and so on is missing."""
+    numbered = [found for file in files if (found := _SHARD.fullmatch(file.name.split(".")[0]))]
+    for name, count in {(found[1], int(found[3])) for found in numbered}:
+        have = {int(found[2]) for found in numbered if found[1] == name}
+        lost = next((n for n in range(count) if n not in have), None)
+        if lost is not None:
+            raise ArgumentError(
+                argument,
+                place,
+                f"lacks {name}-{lost:05d}-of-{count:05d}: copy all files of the set, or list those "
+                "that are meant.",
+            )
 
 
 # -- Hugging Face ----------------------------------------------------------------------------------
@@ -295,8 +432,8 @@ def _saved(argument: str, folder: Path, split: str | None) -> Iterator[Row]:
         raise ArgumentError(
             argument,
             folder,
-            f"is no folder that a Hugging Face data set was saved to: it has no {STATE} (it has: "
-            f"{', '.join(found) or 'nothing'}).",
+            f"is no folder of data files or of a saved Hugging Face data set: it has no {STATE} "
+            f"(it has: {', '.join(found) or 'nothing'}).",
         )
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))

@@ -30,7 +30,13 @@ SMALL = (
 @pytest.mark.engine
 @pytest.mark.ranks
 def test_a_masked_diffusion_run_trains_and_resumes_exactly(command, warm_cache, tmp_path):
-    words = ("train", *SMALL, f"model.warmup.cache_dir={warm_cache}", "schedule.max_staleness=0")
+    words = (
+        "train",
+        *SMALL,
+        f"model.warmup.cache_dir={warm_cache}",
+        "schedule.max_staleness=0",
+        "learner.lr_warmup_steps=2",
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     first = command(*words, f"run_dir={whole}", "schedule.steps=4", "learner.lr_decay_steps=4")
     assert first.wait() == 0, first.text[-3000:]

@@ -297,6 +297,70 @@ class FakeWandb:
         pass
 
 
+class RisingWandb:
+    """The package as far as steps go: a row of a step that is not above the last one of its run is
+    dropped, as W&B does."""
+
+    Error, Settings, Table = ValueError, dict, dict
+
+    def __init__(self):
+        self.runs = {}
+
+    def init(self, *, id, **settings):
+        self.shown = self.runs.setdefault(id, [])
+        return self
+
+    def log(self, values, step):
+        if not self.shown or step > self.shown[-1][0]:
+            self.shown.append((step, values["reward/mean"]))
+
+    def finish(self, exit_code):
+        pass
+
+    def teardown(self):
+        pass
+
+
+def logged_parts(folder, *parts):
+    """Rows of processes, one after the other, each (resume step, last step, reward)."""
+    spec = LoggingSpec(console="off", wandb="offline")
+    for resumed, last, reward in parts:
+        with open_logger(folder, spec, config={}, total_steps=9) as logger:
+            logger.resume_at(resumed)
+            for step in range(resumed + 1, last + 1):
+                logger.log({"step": step, "reward/mean": reward})
+
+
+def test_wandb_goes_on_where_the_rows_were_cut(tmp_path, monkeypatch):
+    fake = RisingWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logged_parts(tmp_path, (0, 6, 1.0), (4, 8, 2.0))
+    ids = list(fake.runs)
+    assert len(ids) == 2 and (tmp_path / "wandb" / "run_id").read_text() == ids[1]
+    assert fake.runs[ids[0]] == [(n, 1.0) for n in range(1, 7)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert fake.runs[ids[1]] == [(row["step"], row["reward/mean"]) for row in rows]
+    assert [reward for _, reward in fake.runs[ids[1]]] == [1.0] * 4 + [2.0] * 4
+    logged_parts(tmp_path, (8, 9, 3.0))  # nothing was cut: the same run goes on
+    assert list(fake.runs) == ids and fake.runs[ids[1]][-1] == (9, 3.0)
+
+
+def test_wandb_goes_on_after_a_recovery_within_the_process(tmp_path, monkeypatch):
+    fake = RisingWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    spec = LoggingSpec(console="off", wandb="offline")
+    with open_logger(tmp_path, spec, config={}, total_steps=9) as logger:
+        for resumed, last in ((0, 3), (2, 4), (0, 2)):
+            logger.resume_at(resumed)
+            for step in range(resumed + 1, last + 1):
+                logger.log({"step": step, "reward/mean": last})
+    assert list(fake.runs.values()) == [
+        [(1, 3), (2, 3), (3, 3)],
+        [(1, 3), (2, 3), (3, 4), (4, 4)],
+        [(1, 2), (2, 2)],
+    ]
+
+
 def test_wandb_offline_starts_while_the_caller_goes_on(tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
