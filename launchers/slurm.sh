@@ -5,6 +5,7 @@
 # SIGUSR1 comes grace_s before the time limit: a checkpoint, then the job is requeued. SIGTERM comes
 # from scancel, `rlcore cancel` and preemption: a checkpoint, and only a preempted job is requeued.
 set -uo pipefail
+ulimit -Sn "$(ulimit -Hn)" # Ray opens a file for each of its connections
 
 stop='' # "again": requeue; "end": do not
 watching=''

@@ -108,9 +108,7 @@ def cluster(
             "a cluster, auto, or null for one of this run's own."
         ) from e
     except (ConnectionError, TimeoutError) as e:
-        raise UserError(
-            f"cluster.address={address} does not answer: {message_of(str(e))}."
-        ) from e
+        raise UserError(f"cluster.address={address} does not answer: {message_of(str(e))}.") from e
     except SystemExit as e:
         # a SIGTERM while Ray started: its own handler, which is in place by then, exits
         _shut_down(own)
@@ -367,3 +365,14 @@ def _check_capacity(cpus: float, gpus: float) -> None:
             raise UserError(
                 f"cluster.address: the cluster has {held:g} {name}s, the roles ask for {need:g}."
             )
+
+
+def idle_gpus(needed: float) -> list[str]:
+    """A line where the connected cluster has more GPUs than the roles ask for; else none."""
+    have = ray.cluster_resources().get("GPU", 0.0)
+    if have <= needed:
+        return []
+    return [
+        f"{have - needed:g} of the cluster's {have:g} GPUs are used by no role: raise "
+        "actor.*.count or learner.ranks, or give the run fewer"
+    ]

@@ -69,13 +69,15 @@ def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Render
 
 def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
     memory = spec.memory_gib_per_node
+    # a node that the job has alone gives it all its memory, not Slurm's default for each CPU
+    amount = f"{memory}G" if memory else "0" if "exclusive" in spec.sbatch else ""
     options = {
         "job-name": f"rlcore-{Path(run_dir).name}",
         "nodes": spec.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": spec.cpus_per_node,
         **({"gpus-per-node": spec.gpus_per_node} if spec.gpus_per_node else {}),
-        **({"mem": f"{memory}G"} if memory else {}),
+        **({"mem": amount} if amount else {}),
         "output": f"{run_dir.replace('%', '%%')}/launch/slurm-%j.out",
         "open-mode": "append",  # a requeued job continues its log
         # B: to the batch script alone; TERM comes from scancel, which wants no requeue

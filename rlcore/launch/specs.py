@@ -88,7 +88,10 @@ class LaunchSpec(Spec):
         None, "of each GPU; a dry run refuses what needs more; null: not checked", unit="GiB", gt=0
     )
     memory_gib_per_node: int | None = setting(
-        None, "required by kubernetes; null: slurm's default", unit="GiB", gt=0
+        None,
+        "required by kubernetes; null: slurm's default, all of it with sbatch.exclusive",
+        unit="GiB",
+        gt=0,
     )
     learner_nodes: int = setting(0, "nodes for the learner alone; 0: roles go anywhere", ge=0)
     min_actor_nodes: int | None = setting(

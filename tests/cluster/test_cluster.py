@@ -29,6 +29,7 @@ from rlcore.cluster.placement import (
 from rlcore.cluster.ray_cluster import (
     cluster,
     head_answers,
+    idle_gpus,
     joined_address,
     joined_head_lost,
 )
@@ -110,6 +111,13 @@ def test_a_heartbeat_of_the_head_that_is_answered_as_it_is_cancelled_ends(monkey
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert asyncio.run(cancelled(server))
+
+
+@pytest.mark.parametrize(("have", "said"), [({"GPU": 8.0}, 1), ({"GPU": 6.0}, 0), ({}, 0)])
+def test_gpus_that_no_role_uses_are_said(have, said, monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: have)
+    lines = idle_gpus(6.0 if have else 0.0)
+    assert len(lines) == said and all("2 of the cluster's 8 GPUs" in line for line in lines)
 
 
 def raylet(address, user):

@@ -131,6 +131,7 @@ def test_options_are_quoted_as_sbatch_reads_them():
     (text,) = render(spec, WORDS, "/data/a b%").files.values()
     options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --comment='a b'" in options and "#SBATCH --exclusive" in options
+    assert "#SBATCH --mem=0" in options  # of nodes that it has alone
     assert "#SBATCH --time=4:00:00" in options and "#SBATCH --requeue" in options
     assert "#SBATCH --output='/data/a b%%/launch/slurm-%j.out'" in options
     assert "#SBATCH --signal=B:USR1@300" in options and "#SBATCH --no-kill" not in options
