@@ -6,6 +6,7 @@ on any text, and both are bounded in time."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ CHOSEN = re.compile(rf"{PLAIN.pattern}\s*(?:\w+\s)?\s*(?:or|and|to|through|-|,|\
 FORMULA = re.compile(
     r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\$])\$([^$]+?)(?<!\\)\$", re.DOTALL
 )
+CONJUNCTION = re.compile(r"\s*,?\s*(?:and|or)\s*")
+VALUE = re.compile(r"\s*([A-Za-z](?:_\{?\w\}?)?)\s*=")
 MAX_BOXES = 50  # from the end
 MAX_RESPONSE = 200_000  # characters from the end that are searched
 
@@ -120,13 +123,28 @@ def final_answer(response: str) -> Found:
     said = ANSWER.findall(response)
     formulas = list(FORMULA.finditer(response))
     if said:
-        inside = FORMULA.search(said[-1])
-        return Found(
-            (_formula(inside) if inside else CLAUSE.split(said[-1])[0].strip(" *"),), False
-        )
+        inside = list(FORMULA.finditer(said[-1]))
+        if inside:
+            return Found(_together(said[-1], inside, 0), False)
+        return Found((CLAUSE.split(said[-1])[0].strip(" *"),), False)
     if formulas:
-        return Found((_formula(formulas[-1]),), False)
+        return Found(_together(response, formulas, len(formulas) - 1), False)
     return Found(_unmarked_answer(response.strip()), False)
+
+
+def _together(text: str, formulas: list[re.Match[str]], at: int) -> tuple[str, ...]:
+    """The formula at this place, with its neighbours where they are values of one variable that
+    only "and" or "or" separates: `$x = 1$ and $x = -2$`."""
+    groups = [[formulas[0]]]
+    for before, after in itertools.pairwise(formulas):
+        joined = CONJUNCTION.fullmatch(text[before.end() : after.start()])
+        names = [VALUE.match(_formula(match)) for match in (before, after)]
+        if joined and all(names) and len({name[1] for name in names if name}) == 1:
+            groups[-1].append(after)
+        else:
+            groups.append([after])
+    chosen = next(group for group in groups if formulas[at] in group)
+    return tuple(map(_formula, chosen))
 
 
 def _unmarked_answer(response: str) -> tuple[str, ...]:
@@ -227,6 +245,15 @@ DOTTED = re.compile(
 )
 ROW = re.compile(r"\\\\(?:\s*\[[^\]]*(?:pt|em|ex|mm|cm)\])?")
 GROUPED = r"(?=\d{3}(?!\d))"
+# An empty group, which is nothing; but not that of a command, whose argument is missing.
+EMPTY = re.compile(
+    rf"((?:\\(?:[dtc]?frac|[dt]?binom|sqrt|{'|'.join(sorted(TEXT_COMMANDS))})(?![A-Za-z])|[}}\]^_])"
+    r"\s*\{\s*\})|\{\}"
+)
+ORDINAL = re.compile(
+    r"(?<![\d.,/^_{])(\d+)\s*\^?\s*(?:\{\s*)?(?:\\(?:text|textrm|textit|mathrm|rm|mbox)\s*\{?\s*)?"
+    r"(st|nd|rd|th)(?![A-Za-z])\s*\}{0,2}"
+)
 
 
 def clean(text: str) -> str:
@@ -245,7 +272,7 @@ def clean(text: str) -> str:
     text = STYLE.sub(_style, text)
     text = PHANTOM.sub("", text).replace("\\!", "\0")
     text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\0|\0\s*,|,\\,)\s*" + GROUPED, "", text)
-    text = re.sub(r"(?<=\d)\{,\}(?=\d)", ".", text).replace("{,}", ",").replace("\0", "")
+    text = re.sub(r"(?<=\d)\{[,.]\}(?=\d)", ".", text).replace("{,}", ",").replace("\0", "")
     text = re.sub(r"(?<=\d)(?:\\[,;: ]|~|\\thinspace ?|'|_)" + GROUPED, "", text)
     text = re.sub(r"(?<=\d)\\,(?=\d{4}(?:\\,\d{4})*_)", "", text)  # of binary numbers
     text = SPACES.sub(" ", text)
@@ -262,7 +289,8 @@ def clean(text: str) -> str:
     if "dots" in text or "..." in text:
         text = DOTTED.sub(r"\1.\2\\overline{\3}", text)
     text = REPEATING.sub(_repeating, text)
-    text = re.sub(r"\b([apAP])\.\s?[mM]\.?", r"\1m", text).replace("{}", "")
+    text = re.sub(r"\b([apAP])\.\s?[mM]\.?", r"\1m", text)
+    text = ORDINAL.sub(_ordinal, EMPTY.sub(r"\1", text))
     text = re.sub(r"(?<=\d)\{:\}(?=\d)", ":", text)
     return " ".join(_french(text).split()).strip().rstrip(".").strip()
 
@@ -270,6 +298,16 @@ def clean(text: str) -> str:
 def _vulgar(match: re.Match[str]) -> str:
     top, _, bottom = unicodedata.normalize("NFKC", match[2]).partition("⁄")
     return f"{match[1]}\\frac{{{top}}}{{{bottom}}}"
+
+
+def _ordinal(match: re.Match[str]) -> str:
+    """4^{\\text{th}} as 4, where that is how the number's ordinal ends."""
+    number = match[1]
+    ending = (
+        "th" if number[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
+    )
+    whole = match[0].count("{") == match[0].count("}")
+    return f"{number} " if match[2] == ending and whole else match[0]
 
 
 def _style(match: re.Match[str]) -> str:
@@ -333,6 +371,7 @@ def _french(text: str) -> str:
 CHOICE = re.compile(r"^\(?\s*([A-Z])\s*\)\s*[.:,]?\s*(.*)$|^([A-Z])\s*[.:]?$", re.DOTALL)
 UNTEXT = re.compile(r"\\(?:" + "|".join(sorted(TEXT_COMMANDS | {"mathbf", "bf"})) + r")\s*(?=\{)")
 BASED = re.compile(r"(\d+[A-Z][\dA-Z]*|[A-Z]+\d[\dA-Z]*)_(1[1-9]|2\d|3[0-6])")
+GROUPING = re.compile(r"\\(?:[dtc]?frac|sqrt|[dt]?binom)|[\^_]")
 PHRASE = re.compile(
     r"(?i)^(?:(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:is\b|:)|option\b|choice\b)\s*:?\s*"
 )
@@ -348,11 +387,13 @@ ALL_REALS = frozenset(
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A reading of an answer. `text`: its normal form as a text. `node`: its tree, None where it is
-    only a text. `choice`: the letter of a multiple choice, with the tree of what follows it."""
+    only a text. `choice`: the letter of a multiple choice, with the tree of what follows it.
+    `groups`: the text with its braces, where those decide what a command of it applies to."""
 
     text: str
     node: Node | None
     choice: str = ""
+    groups: str = ""
 
 
 @lru_cache(maxsize=8192)
@@ -363,11 +404,11 @@ def read(text: str) -> Reading:
     cleaned = clean(text)
     plain = _plain(cleaned)
     choice = CHOICE.match(PHRASE.sub("", _unmarked(cleaned)))
-    if choice and (letter := choice[1] or choice[3]):
+    if choice and _balanced(cleaned) and (letter := choice[1] or choice[3]):
         rest = (choice[2] or "").strip()
         if not rest or UNTEXT.match(cleaned) or cleaned.startswith(("(", "\\(")):
             return Reading(plain, _tree(rest), letter)
-    return Reading(plain, _tree(cleaned))
+    return Reading(plain, _tree(cleaned), groups=_groups(cleaned))
 
 
 def _tree(cleaned: str) -> Node | None:
@@ -413,6 +454,18 @@ def _plain(cleaned: str) -> str:
     return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
 
 
+def _groups(cleaned: str) -> str:
+    """The text with the braces around more than one character; "" where none has an effect."""
+    if _balanced(cleaned) and not GROUPING.search(cleaned):
+        return ""
+    return re.sub(r"\{(\w|\\[A-Za-z]+)\}", r"\1", "".join(UNTEXT.sub("", cleaned).split()))
+
+
+def _balanced(text: str) -> bool:
+    text = re.sub(r"\\[{}]", "", text)
+    return text.count("{") == text.count("}")
+
+
 def spelled(answers: tuple[str, ...]) -> str:
     """Answers in one spelling for a majority's votes: numbers by their value, others by their text;
     "" without any."""
@@ -444,8 +497,10 @@ def _equivalent(reference: str, answer: str) -> bool:
     stated, given = read(reference), read(answer)
     if stated.choice and given.choice:
         return stated.choice == given.choice
-    if stated.choice or stated.node is None or given.node is None:
-        return bool(stated.text) and stated.text == given.text
+    if stated.choice or stated.node is None:
+        return bool(stated.text) and (stated.text, stated.groups) == (given.text, given.groups)
+    if given.node is None:  # also one that differs from the reference in its braces alone
+        return False
     try:
         return same(stated.node, _with_units(stated.node, given.node))
     except (ValueError, ArithmeticError, RecursionError, TypeError):

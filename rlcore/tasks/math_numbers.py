@@ -7,6 +7,7 @@ are too large to compute raise `Unreadable`."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
@@ -189,7 +190,7 @@ def _bits(value: Fraction) -> int:
 
 
 def _bounded(value: Number, bound: float) -> None:
-    if not abs(value) <= bound:
+    if not abs(inexact(value)) <= bound:
         raise Unreadable("a number is too large")
 
 
@@ -229,17 +230,25 @@ def _binomial(n: Number, k: Number) -> Number:
     return mpmath.binomial(inexact(n), inexact(k))
 
 
-def _real(value: Number) -> Number:
+def _rounded(
+    value: Number, exactly: Callable[[Fraction], int], nearly: Callable[[Number], Number]
+) -> Fraction:
+    """An integer. A value that 60 digits do not tell from an integer is that integer."""
     if isinstance(value, mpc):
         raise Undefined
-    _bounded(value, mpf(10) ** 50)
-    return value
+    _bounded(value, 1e50)
+    if isinstance(value, Fraction):
+        return Fraction(exactly(value))
+    nearest = mpmath.nint(value)
+    if value != nearest and abs(value - nearest) <= TOLERANCE * max(1, abs(value)):
+        value = nearest  # such as of the square root of 2, squared
+    return Fraction(int(nearly(value)))
 
 
 EXACT: dict[str, Callable[..., Number]] = {
     "abs": abs,
-    "floor": lambda v: Fraction(int(mpmath.floor(inexact(_real(v))))),
-    "ceil": lambda v: Fraction(int(mpmath.ceil(inexact(_real(v))))),
+    "floor": lambda v: _rounded(v, math.floor, mpmath.floor),
+    "ceil": lambda v: _rounded(v, math.ceil, mpmath.ceil),
     "factorial": _factorial,
     "binom": _binomial,
     "gcd": lambda *v: Fraction(gcd(*_whole(*v))),

@@ -211,6 +211,8 @@ class _Parser:
                 if depth == 0:
                     break
                 inside.append(token)
+            else:
+                raise Unreadable("a subscript is not closed")
             inside = inside[1:]
         else:
             inside = [self._peek()]

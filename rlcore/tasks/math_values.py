@@ -37,7 +37,7 @@ def same(reference: Node, answer: Node) -> bool:
     if "\\approx" in (_last_operator(reference), _last_operator(answer)):
         return any(same(x, y) for x in _approximate(reference) for y in _approximate(answer))
     reference, answer = _unwrapped(reference, answer), _unwrapped(answer, reference)
-    reference, answer = (_as_matrix(node) for node in (reference, answer))
+    reference, answer = (_as_matrix(folded(node)) for node in (reference, answer))
     kinds = {reference.kind, answer.kind}
     if kinds & {"based", "ratio"}:
         return reference.kind == answer.kind and SPECIAL[reference.kind](reference, answer)
@@ -149,6 +149,39 @@ def _as_matrix(node: Node) -> Node:
         return node
     cells = tuple(row.args[1] for row in rows)
     return Node("matrix", (cells, "")) if len({len(row) for row in cells}) == 1 else node
+
+
+def folded(node: Node) -> Node:
+    """A matrix that is multiplied by numbers, or added to others, as one matrix."""
+    if node.kind == "neg":
+        inner = folded(node.args[0])
+        return _each(inner, lambda cell: Node("neg", (cell,))) if _is_matrix(inner) else node
+    if node.kind not in ("mul", "div", "add"):
+        return node
+    left, right = map(folded, node.args)
+    if node.kind == "add" and _is_matrix(left) and _shape(left) == _shape(right):
+        rows = zip(left.args[0], right.args[0], strict=True)
+        cells = tuple(tuple(Node("add", pair) for pair in zip(*row, strict=True)) for row in rows)
+        return Node("matrix", (cells, ""))
+    if node.kind == "add" or _is_matrix(left) == _is_matrix(right):
+        return node
+    if _is_matrix(left) and right.kind not in STRUCTURES:
+        return _each(left, lambda cell: Node(node.kind, (cell, right)))
+    if node.kind == "mul" and left.kind not in STRUCTURES:
+        return _each(right, lambda cell: Node("mul", (left, cell)))
+    return node
+
+
+def _is_matrix(node: Node) -> bool:
+    return node.kind == "matrix" and not node.args[1]
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return tuple(map(len, node.args[0])) if _is_matrix(node) else ()
+
+
+def _each(matrix: Node, of: Callable[[Node], Node]) -> Node:
+    return Node("matrix", (tuple(tuple(map(of, row)) for row in matrix.args[0]), ""))
 
 
 def _same_sets(a: Node, b: Node) -> bool:

@@ -25,7 +25,7 @@ class Tally:
         self.FORM.pack_into(self._memory, 0, child, cpu_s, delay_s)
 
     def read(self) -> tuple[int, float, float]:
-        return self.FORM.unpack_from(self._memory, 0)  # type: ignore[return-value]
+        return self.FORM.unpack_from(self._memory, 0)
 
     def mark(self) -> None:
         """Say that a child is confined."""
