@@ -7,7 +7,7 @@
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update \
- && apt-get install -y --no-install-recommends bash build-essential git libgomp1 libnuma1 make procps \
+ && apt-get install -y --no-install-recommends bash build-essential git libgomp1 libnuma1 make procps wget \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 1000 rlcore \
  && install -d -o rlcore -g rlcore /opt/rlcore /data

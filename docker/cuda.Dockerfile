@@ -10,7 +10,7 @@ FROM ${CUDA_IMAGE}
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends software-properties-common \
  && add-apt-repository -y ppa:deadsnakes/ppa \
- && apt-get install -y --no-install-recommends bash build-essential git libnuma1 make ninja-build procps \
+ && apt-get install -y --no-install-recommends bash build-essential git libnuma1 make ninja-build procps wget \
     python3.11 python3.11-dev python3.11-venv \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 1000 rlcore \

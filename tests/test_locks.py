@@ -36,11 +36,11 @@ def lock(*names):
     return found
 
 
-def needs(texts):
-    """Requirements without an extra, of this machine."""
+def needs(texts, extra=""):
+    """Requirements without an extra or of one, of this machine."""
     for text in texts or ():
         wanted = Requirement(text)
-        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+        if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
             yield wanted
 
 
@@ -53,6 +53,23 @@ def test_a_lock_has_what_the_package_needs_and_what_its_extras_need_is_beside_it
         (wanted,) = needs(PROJECT["optional-dependencies"][extra])
         assert wanted.name not in light and wanted.name in lock("extras")
     assert not lock(profile).keys() & lock("extras").keys()
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_a_lock_has_what_kuberay_needs_of_ray(profile):
+    """The job server, the agent and their probes, by the metadata of ray[default]."""
+    wanted = list(needs(distribution("ray").requires, "default"))
+    assert {"opencensus", "virtualenv", "aiohttp-cors"} <= {
+        canonicalize_name(w.name) for w in wanted
+    }
+    have = lock(profile)
+    wrong = [
+        str(w)
+        for w in wanted
+        if not w.specifier.contains(have.get(canonicalize_name(w.name), "0.dev0"), prereleases=True)
+    ]
+    assert wrong == []
+    assert "wget" in (ROOT / f"docker/{profile}.Dockerfile").read_text().split()
 
 
 @pytest.mark.parametrize("names", [("cpu",), ("cpu", "extras")], ids="+".join)
