@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any, Protocol, TypeVar
 
 from rlcore.interfaces import Wake
 from rlcore.types import OnPublish, Request, WeightManifest
@@ -45,50 +47,101 @@ class Publication:
     sent: Sent = field(default_factory=Sent)  # nothing yet by a group transport: see `send`
 
 
-class BufferClient(Protocol):
-    """The replay buffer."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+Client = TypeVar("Client", bound=type)
 
+
+def waits_for(what: str) -> Callable[[Method], Method]:
+    """Declare what a call of this method waits for, as messages name it."""
+
+    def declare(method: Method) -> Method:
+        method.__dict__["waits_for"] = what
+        return method
+
+    return declare
+
+
+def derived(protocol: type) -> Callable[[Client], Client]:
+    """Give a client every method of `protocol` that declares what it waits for and that the client
+    does not write itself: it awaits `self._forward(name, what, args, given)`, the call of the
+    process's method of that name. Raises TypeError for a method that is neither."""
+
+    def forwarding(declared: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(declared)
+        async def forward(self: Any, *args: Any, **given: Any) -> Any:
+            what = declared.__dict__["waits_for"]
+            return await self._forward(declared.__name__, what, args, given)
+
+        return forward
+
+    def derive(client: Client) -> Client:
+        for name, declared in vars(protocol).items():
+            if name in vars(client) or not iscoroutinefunction(declared):
+                continue
+            if "waits_for" not in vars(declared):
+                raise TypeError(f"{client.__name__} lacks {protocol.__name__}.{name}")
+            setattr(client, name, forwarding(declared))
+        return client
+
+    return derive
+
+
+class BufferClient(Protocol):
+    """The replay buffer. Its process has the same methods; clients are `derived` from these."""
+
+    @waits_for("places in the buffer")
     async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
         """Groups that may be admitted now, of `total` over the whole run; waits for some.
 
         `all_done` asks that nothing is in flight first (synchronous schedules admit in waves).
         """
 
+    @waits_for("an admission")
     async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         """Admit one group for each of the first prompts, as many as fit now; their ids."""
 
+    @waits_for("the groups in flight")
     async def in_flight(self, group_ids: Sequence[int] | None = None) -> Missing:
         """Groups that were admitted and are incomplete: of these, or all."""
 
+    @waits_for("the groups that are complete")
     async def landed(self) -> list[int]:
         """Ids of the groups that have ceased to be in flight since the last call, finished or
         dropped."""
 
+    @waits_for("recording lost groups")
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         """Count a loss of each group: (their missing samples, groups given up at `limit`)."""
 
+    @waits_for("the loss of a shard")
     async def shard_lost(self, shard: str) -> Missing:
         """The records of a shard are gone with its node; returns the missing samples of its
         groups."""
 
+    @waits_for("the pass rates of groups")
     async def outcomes(self) -> list[tuple[str, float]]:
         """(prompt id, pass rate) of the groups that have arrived since the last call, of tasks
         whose pass rates are remembered."""
 
+    @waits_for("the number of failed scores")
     async def failed_scores(self) -> tuple[int, int, str]:
         """Samples that could not be scored so far; how many these are if they are all and failed
         for one reason, else 0; and the reason of the last one."""
 
+    @waits_for("setting the buffer's versions")
     async def set_versions(self, published: int, learner: int) -> None:
         """The version that every actor serves, and the learner's."""
 
+    @waits_for("setting the admitted staleness")
     async def limit_staleness(self, bound: int) -> None:
         """Admit groups as with this `schedule.max_staleness`, at most the schedule's own."""
 
+    @waits_for("the samples of a version")
     async def wait_sampled(self, timeout_s: float, total: int) -> bool:
         """Wait up to `timeout_s` until all groups that may be admitted at the published version, of
         `total` over the whole run, are complete; return whether they are."""
 
+    @waits_for("a training batch")
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         """Wait up to `timeout_s` for the batch of `step`; return whether it can be taken.
 
@@ -96,22 +149,28 @@ class BufferClient(Protocol):
         have arrived first.
         """
 
+    @waits_for("a training batch")
     async def take(self, step: int) -> Batch:
         """The batch of `step`, which is ready."""
 
+    @waits_for("a commit")
     async def commit(self, step: int) -> None:
         """The batch of `step` was trained on."""
 
+    @waits_for("giving up all samples")
     async def give_up(self, reason: str) -> int:
         """Evict all groups that no step was trained on, those of batches that were taken
         included; their number."""
 
+    @waits_for("the buffer's state")
     async def waiting_for(self, step: int) -> str:
         """One line: what is missing for the batch of `step`."""
 
+    @waits_for("the buffer's counts")
     async def metrics(self) -> dict[str, float]:
         """`buffer/*` and `ledger/*`; also checks that every account matches."""
 
+    @waits_for("a snapshot of the buffer")
     async def snapshot(self) -> None:
         """Take the snapshot that `save` will write."""
 

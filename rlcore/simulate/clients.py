@@ -28,12 +28,12 @@ from rlcore.loop.role_protocols import (
     Batch,
     BufferClient,
     LearnerClient,
-    Missing,
     Publication,
     SampleDetails,
     SampleKey,
     ScorerClient,
     Sent,
+    derived,
 )
 from rlcore.references import ShardLost, read_records
 from rlcore.serialization import StoredEpisode, read_header
@@ -42,6 +42,7 @@ from rlcore.types import POLICY, Answer, Score, WeightManifest
 Reward = Callable[[Answer], float | None]  # None: the grader raises
 
 
+@derived(BufferClient)
 class FakeBuffer(BufferClient):
     """The real buffer and its host, in this process."""
 
@@ -70,62 +71,13 @@ class FakeBuffer(BufferClient):
         """From the graders of a node."""
         await self.nodes.add_scores(node, scores)
 
-    async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
-        return await self.actor.wait_room(timeout_s, all_done, total)
-
-    async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
-        return await self.actor.admit(list(prompt_ids))
-
-    async def in_flight(self, group_ids: Sequence[int] | None = None) -> Missing:
-        return await self.actor.in_flight(None if group_ids is None else list(group_ids))
-
-    async def landed(self) -> list[int]:
-        return await self.actor.landed()
-
-    async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
-        return await self.actor.lost(list(group_ids), limit)
-
-    async def shard_lost(self, shard: str) -> Missing:
-        return await self.actor.shard_lost(shard)
-
-    async def outcomes(self) -> list[tuple[str, float]]:
-        return await self.actor.outcomes()
-
-    async def failed_scores(self) -> tuple[int, int, str]:
-        return await self.actor.failed_scores()
-
-    async def set_versions(self, published: int, learner: int) -> None:
-        await self.actor.set_versions(published, learner)
-
-    async def limit_staleness(self, bound: int) -> None:
-        await self.actor.limit_staleness(bound)
-
-    async def wait_sampled(self, timeout_s: float, total: int) -> bool:
-        return await self.actor.wait_sampled(timeout_s, total)
-
-    async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
-        return await self.actor.wait_ready(step, timeout_s, wave)
-
-    async def take(self, step: int) -> Batch:
-        return Batch(*await self.actor.take(step))
-
-    async def commit(self, step: int) -> None:
-        await self.actor.commit(step)
-
-    async def give_up(self, reason: str) -> int:
-        return await self.actor.give_up(reason)
-
-    async def waiting_for(self, step: int) -> str:
-        return await self.actor.waiting_for(step)
-
-    async def metrics(self) -> dict[str, float]:
-        return await self.actor.metrics()
-
-    async def snapshot(self) -> None:
-        await self.actor.snapshot()
+    async def _forward(
+        self, name: str, what: str, args: Sequence[Any], given: Mapping[str, Any]
+    ) -> Any:
+        return await getattr(self.actor, name)(*args, **given)
 
     async def save(self, folder: str, *, timeout_s: float) -> None:
-        await self.actor.save(folder, timeout_s)
+        await self.actor.save(folder, timeout_s=timeout_s)
 
     async def load(self, folder: str) -> None:
         """Continue from what `save` wrote."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
+from typing import Protocol
 
 import pydantic
 import pytest
@@ -15,9 +17,11 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.calls import call, kill
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
+from rlcore.loop.role_protocols import BufferClient, derived, waits_for
 
 
 async def failing(failure):
@@ -63,6 +67,33 @@ def test_the_buffers_client_passes_on_all_that_the_buffer_says_of_failed_scores(
     )
     client = RayBuffer(Failed(), "buffer", None, limits)
     assert asyncio.run(client.failed_scores()) == (3, 2, "3 of 5 samples")
+
+
+def test_a_method_that_a_client_forgets_is_named():
+    class Counts(Protocol):
+        @waits_for("a count")
+        async def count(self, upto: int, *, fast: bool) -> int: ...
+
+        async def stop(self) -> None: ...
+
+    class Client(Counts):
+        async def stop(self) -> None: ...
+
+        async def _forward(self, name, what, args, given):
+            return name, what, args, given
+
+    made = derived(Counts)(Client)()
+    found = asyncio.run(made.count(3, fast=True))
+    assert found == ("count", "a count", (3,), {"fast": True})
+    with pytest.raises(TypeError, match=r"Lacking lacks Counts\.stop"):
+        derived(Counts)(type("Lacking", (), {}))
+
+
+def test_every_call_of_the_buffers_client_is_a_method_of_its_process():
+    for name, declared in vars(BufferClient).items():
+        if inspect.iscoroutinefunction(declared):
+            of_process = inspect.signature(getattr(BufferActor, name))
+            assert list(of_process.parameters) == list(inspect.signature(declared).parameters), name
 
 
 def test_a_process_of_a_cluster_with_another_head_counts_as_ended(monkeypatch):

@@ -14,7 +14,7 @@ from rlcore.buffer.journal import NO_SHARDS, RecordFile, ShardFiles, Written
 from rlcore.buffer.shard import PAUSE_S, ShardReply, ShardReport
 from rlcore.buffer.store import lose_shard
 from rlcore.errors import StageError
-from rlcore.loop.role_protocols import Missing
+from rlcore.loop.role_protocols import Batch, Missing
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
 
@@ -90,7 +90,7 @@ class BufferActor:
         self.buffer.batches.limit(bound)
         self._notify()
 
-    async def wait_room(self, timeout_s: float, all_done: bool, total: int) -> int:
+    async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
         return int(
             await self._poll(lambda: self.buffer.room(total=total, all_done=all_done), timeout_s)
         )
@@ -101,13 +101,13 @@ class BufferActor:
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         return bool(await self._poll(lambda: self.buffer.ready(step, wave=wave), timeout_s))
 
-    async def admit(self, prompt_ids: list[str]) -> list[int]:
+    async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         return self.buffer.admit(prompt_ids)
 
-    async def take(self, step: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
+    async def take(self, step: int) -> Batch:
         batch = self.buffer.take(step)
         self._notify()
-        return batch.groups, batch.metrics
+        return Batch(batch.groups, batch.metrics)
 
     async def commit(self, step: int) -> None:
         self.buffer.commit(step)
@@ -118,13 +118,13 @@ class BufferActor:
         self._notify()
         return count
 
-    async def in_flight(self, group_ids: list[int] | None = None) -> Missing:
+    async def in_flight(self, group_ids: Sequence[int] | None = None) -> Missing:
         return self.buffer.in_flight(group_ids)
 
     async def landed(self) -> list[int]:
         return self.buffer.live.take_landed()
 
-    async def lost(self, group_ids: list[int], limit: int) -> tuple[Missing, dict[int, str]]:
+    async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         again, given_up = self.buffer.lost(group_ids, limit)
         if given_up:
             self._notify()
@@ -171,7 +171,7 @@ class BufferActor:
         self._cut = journal.cut(self.buffer)
         self._saving = True
 
-    async def save(self, folder: str, timeout_s: float) -> None:
+    async def save(self, folder: str, *, timeout_s: float) -> None:
         """Write the snapshot in a thread, while other calls are served. The deadline is for the
         shards."""
         cut, self._cut = self._cut, None
