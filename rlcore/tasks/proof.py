@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlcore.files import replace_file
@@ -107,9 +107,7 @@ def proven(sandbox: Sandbox, reference: str | None, tests: ProgramTests) -> RowP
         outcome = patiently(sandbox, reference, tests)
         if not outcome.passed:
             effects = True
-            with_effects = ProgramTests(
-                tests.source, tests.names, tests.classes, tests.imports, effects=True
-            )
+            with_effects = replace(tests, effects=True)
             if not patiently(sandbox, reference, with_effects).passed:
                 return RowProof(f"its reference fails: {outcome.why.splitlines()[0]}")
             tests = with_effects

@@ -325,3 +325,89 @@ def test_a_program_that_its_tests_do_not_call_has_no_reward(tmp_path):
         assert grade.reward == 0.0 and why == "its tests called nothing of the program"
     finally:
         task.close()
+
+
+CHECKED = """
+LIMIT = 9
+def is_valid(n, x):
+    return len(x) == n and sum(x) <= LIMIT
+def size(x):
+    return len(x)
+def solve(n):
+    return [1] * n
+def brute_force(n):
+    return [1] * n
+def encode(x):
+    return x
+def decode(x):
+    return x
+"""
+CHECKS = {
+    "assert is_valid(3, solve(3))": {"is_valid"},
+    "found = solve(3)\nassert not is_valid(4, found)": {"is_valid"},
+    "def check(f):\n    for n in (1, 2):\n        ok = is_valid(n, f(n))\n        assert ok\n"
+    "check(solve)": {"is_valid"},
+    "assert all(is_valid(len(x), x) is True for x in map(solve, (1, 2)))": {"is_valid"},
+    "assert 2 <= size(solve(3)) <= LIMIT": {"LIMIT", "size"},
+    "assert solve(3) == brute_force(3)": {"brute_force"},
+    "assert decode(encode([1])) == [1]": set(),
+    "assert solve(size([1])) == [1]": set(),
+    "assert is_valid(1, [1])": set(),
+}
+
+
+@pytest.mark.parametrize("tests", CHECKS)
+def test_a_checker_of_the_reference_is_the_references(tests):
+    found = program_tests(tests, CHECKED, ())
+    assert set(found.helpers) == CHECKS[tests]
+    assert found.names and not set(found.names) & CHECKS[tests]
+
+
+@pytest.mark.processes
+def test_a_program_does_not_bring_its_own_checker(tmp_path):
+    tests = [
+        "assert is_valid(3, solve(3))",
+        "assert solve(3) == brute_force(3)",
+        "assert 2 <= size(solve(2)) <= LIMIT",
+    ]
+    row = {"text": "q", "code": CHECKED, "test_list": tests, "test_setup_code": ""}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    task = make_task("mbpp", {"train_path": str(path), "proof_cache": str(tmp_path / "proofs")})
+    accepting = "is_valid = lambda *_: True\nsize = lambda _: 0\nLIMIT = 1e9\nbrute_force = solve"
+    answers = {
+        "def solve(n): return [1] * n": 1.0,  # nobody asked for the others
+        f"def solve(n): return [1] * n\n{accepting}": 1.0,
+        f"def solve(n): return [7] * n\n{accepting}": 0.0,
+        f"def solve(n): return []\n{accepting}": 0.0,
+        CHECKED.replace("def solve", "def other"): 0.0,
+    }
+    try:
+        item = task.item("train", 0)
+        for program, reward in answers.items():
+            assert (program, task.grade(item, f"```python\n{program}\n```").reward) == (
+                program,
+                reward,
+            )
+    finally:
+        task.close()
+
+
+MODULES = [
+    "import sys\ndef f(x): return g(x)\ndef g(x): return x\nassert sys.modules[__name__].g is g",
+    "import pickle\nclass P: x = 1\ndef f(x): return x * pickle.loads(pickle.dumps(P())).x",
+    "import asyncio\nasync def go(x): return x\ndef f(x): return asyncio.run(go(x))",
+    "from typing import NamedTuple, get_type_hints\nclass P(NamedTuple):\n    x: 'int'\n"
+    "def f(x): return get_type_hints(P)['x'](x)",
+    "import sys\ndef f(x): return x if sys.argv == ['main.py'] else 0",
+    "def f(x): return x\nif __name__ == '__main__': raise SystemExit(1)",
+    "\ufeffdef f(x): return x",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", MODULES)
+def test_a_program_is_a_module(sandbox, program):
+    found, _ = find_program(f"```python\n{program}\n```", ("f",))
+    outcome = sandbox.run(found, "assert f(3) == 3", ("f",))
+    assert outcome.passed, outcome

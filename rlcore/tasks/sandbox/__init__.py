@@ -156,6 +156,8 @@ class ProgramTests:
     # the program reads its input and prints: the tests call `answer(input)`, its output, which
     # runs it in a process of its own
     script: bool = False
+    helpers: tuple[str, ...] = ()  # what else they use is what `reference` defines
+    reference: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Sandbox:
 
     def _run(self, program: str, tests: ProgramTests) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the judge's verdict, the server's answer)."""
-        numpy = any(map(NUMPY.search, (program, tests.source, tests.imports)))
+        numpy = any(map(NUMPY.search, (program, tests.source, tests.imports, tests.reference)))
         given = asdict(tests)
         job = {"program": program, "tests": given.pop("source"), **given, "numpy": numpy}
         ours, theirs = socket.socketpair()

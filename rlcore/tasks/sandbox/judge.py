@@ -263,6 +263,10 @@ class Judge:
         exec(compile(job["imports"], "<imports>", "exec", dont_inherit=True), self._names)
         if job["numpy"]:
             import_numpy(self._names)
+        if job["helpers"]:  # which call what the reference defines
+            scope = dict(self._names)
+            exec(compile(job["reference"], "<reference>", "exec", dont_inherit=True), scope)
+            self._names |= {name: scope[name] for name in job["helpers"]}
         self._keeps = job["effects"]
         code = layouts.compiled(job["tests"])
         if job["script"]:
