@@ -3,11 +3,13 @@ the order in which they were named."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlcore.corrections.ais import AisSpec
+from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
 from rlcore.corrections.numerics import at_least_float32, total
 from rlcore.corrections.specs import CorrectionSpec, Stratum
@@ -168,6 +170,7 @@ class Pipeline:
 
     def _measured(self, step: StepTensors, reduce: Reduce) -> dict[str, float]:
         """mismatch/* and staleness/* of a step whose mask is bool."""
+        step = _outside_is_impossible(step, OUTSIDE_LOGP)
         age = policy_age(step.token_version, step.mask, step.step, reduce)
         return mismatch_metrics(step, reduce, self._ais) | age
 
@@ -241,12 +244,12 @@ def _towards_new(step: StepTensors) -> StepTensors:
     )
 
 
-def _outside_is_impossible(step: StepTensors) -> StepTensors:
+def _outside_is_impossible(step: StepTensors, filler: float = -math.inf) -> StepTensors:
     """A token outside the safe set of a policy has probability 0 under that policy, whatever
     placeholder its log-prob holds."""
 
     def bounded(logp: Tensor, inside: Tensor | None) -> Tensor:
-        return logp if inside is None else torch.where(inside, logp, -torch.inf)
+        return logp if inside is None else torch.where(inside, logp, filler)
 
     return replace(
         step,

@@ -97,8 +97,8 @@ def tis(
 
 
 def batch_mean(weight: Tensor, mask: Tensor, level: TokenOrSequence, reduce: Reduce) -> float:
-    """Mean of the weights [B, T] over the batch's tokens, or over its sequences of one weight each;
-    1 where it is 0 or there is none. Waits for the device."""
+    """Mean of the weights [B, T] over the batch's tokens that are left, or over their sequences of
+    one weight each; 1 where it is 0 or there is none. Waits for the device."""
     on = mask if level == "token" else mask & (mask.cumsum(-1) == 1)
     summed, count = total([weight.where(on, 0.0), on], reduce)
     return summed / count if summed > 0 else 1.0
@@ -131,7 +131,7 @@ class Tis(Correction):
         outside = (ratio > spec.cap) | (ratio < spec.floor)
         metrics = {"truncated_share": share(outside, compared, reduce)}
         if spec.normalised:
-            mean = batch_mean(weight, step.mask, spec.level, reduce)
+            mean = batch_mean(weight, current.mask, spec.level, reduce)
             metrics["batch_mean"], weight = mean, weight / mean
         widen = (ratio / spec.cap).clamp(min=1.0) if spec.widen_clip else None
         return Corrected(current.weight * weight, current.mask, metrics, widen=widen)

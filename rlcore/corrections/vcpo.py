@@ -107,11 +107,11 @@ class Vcpo(Correction):
 
     Weights and mask stay as they are: the expected gradient does not change, and a step of few
     effective samples is short. It can be combined with any correction; the sequences are those that
-    enter the pipeline, whatever is rejected later. The rate's schedule never sees the factor, which
-    depends on the step's batch alone: there is no state, and a resumed step takes the same one.
-    Under AdamW the decay of that step is scaled too. Every rank computes it from the same reduced
-    sums. The paper's other half, a baseline that takes the norm of every sample's gradient, is not
-    here.
+    earlier corrections left, with all of their sampled tokens, whatever is rejected later. The
+    rate's schedule never sees the factor, which depends on the step's batch alone: there is no
+    state, and a resumed step takes the same one. Under AdamW the decay of that step is scaled too.
+    Every rank computes it from the same reduced sums. The paper's other half, a baseline that takes
+    the norm of every sample's gradient, is not here.
     """
 
     def __init__(self, spec: VcpoSpec, run_seed: int) -> None:
@@ -121,7 +121,8 @@ class Vcpo(Correction):
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
         spec = self.spec
         target = step.logp_new if spec.target == "new" else step.logp_ref
-        tokens = (target, step.logp_inf, step.mask)
+        left = step.mask & current.mask.any(-1, keepdim=True)
+        tokens = (target, step.logp_inf, left)
         largest = reduce.max(sequence_ess_largest(*tokens, cap=spec.cap))
         ess = sequence_ess(reduce(sequence_ess_accumulate(*tokens, largest=largest, cap=spec.cap)))
         scale = vcpo_scale(ess, rule=spec.rule, base=spec.base)
