@@ -235,7 +235,29 @@ def _pod(spec: LaunchSpec, node: NodeSize) -> dict[str, Any]:
         pod["tolerations"] = [dict(toleration) for toleration in spec.tolerations]
     if spec.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]
-    return {"spec": pod}
+    template: dict[str, Any] = _merged({"spec": pod}, spec.pod)
+    return template
+
+
+def _merged(base: Any, more: Any, of: str = "") -> Any:
+    """`base` with what `more` adds or replaces, both of the key `of`. Items of lists are merged by
+    their names, containers without one into the only one there is; others are appended."""
+    if isinstance(base, Mapping) and isinstance(more, Mapping):
+        both = {key: _merged(base[key], more[key], key) for key in base.keys() & more.keys()}
+        return {**base, **more, **both}
+    if not (isinstance(base, list) and isinstance(more, list)):
+        return more
+    found = list(base)
+    for item in more:
+        name = item.get("name") if isinstance(item, Mapping) else None
+        places = [i for i, old in enumerate(base) if name and old.get("name") == name]
+        if of == "containers" and name is None and len(base) == 1:
+            places = [0]
+        if places:
+            found[places[0]] = _merged(found[places[0]], item)
+        else:
+            found.append(item)
+    return found
 
 
 def _container(spec: LaunchSpec, node: NodeSize) -> dict[str, Any]:

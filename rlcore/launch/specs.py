@@ -57,7 +57,7 @@ class LaunchSpec(Spec):
         Unread(
             (
                 *("image", "namespace", "claim", "mount", "secret", "node_selector"),
-                *("fs_group", "tolerations", "image_pull_secrets", "labels"),
+                *("fs_group", "tolerations", "image_pull_secrets", "labels", "pod"),
                 *("head_cpus", "head_memory_gib", *LEARNER_NODE),
             ),
             lambda spec: spec.kind != "kubernetes",
@@ -172,6 +172,11 @@ class LaunchSpec(Spec):
     image_pull_secrets: list[str] = setting(
         default_factory=list, meaning="kubernetes: secrets of the image's registry"
     )
+    pod: dict[str, Any] = setting(
+        default_factory=dict,
+        meaning="kubernetes: merged into the template of every pod, e.g. {metadata: {annotations: "
+        "{...}}, spec: {containers: [{securityContext: {capabilities: {add: [IPC_LOCK]}}}]}}",
+    )
     labels: dict[str, str] = setting(
         default_factory=dict,
         meaning="kubernetes: of the job, e.g. kueue.x-k8s.io/queue-name for Kueue",
@@ -182,6 +187,12 @@ class LaunchSpec(Spec):
         refuse(
             bool(wrong),
             f"{key}.container_mounts={wrong} is not accepted: write SOURCE:TARGET, both absolute.",
+        )
+        refuse(
+            "array" in self.sbatch,
+            f"{key}.sbatch.array={self.sbatch.get('array')} is not accepted, since all tasks of an "
+            "array would write to one run_dir: use rlcore sweep, which submits a job for each "
+            "combination of values.",
         )
         actors = self.nodes - self.learner_nodes
         refuse(

@@ -71,6 +71,11 @@ def test_settings_that_do_not_fit_name_their_key(settings, run_dir, message):
         render(settings, WORDS, run_dir)
 
 
+def test_an_array_is_refused_for_a_sweep():
+    with pytest.raises(UserError, match=r"sbatch\.array=0-3 is not accepted.*rlcore sweep"):
+        LaunchSpec(kind="slurm", sbatch={"array": "0-3"}).check("cluster.launch")
+
+
 def test_a_mount_has_two_absolute_paths():
     wrong = LaunchSpec(kind="slurm", container_image="i", container_mounts=["/a"])
     with pytest.raises(UserError, match=r"container_mounts=/a is not accepted"):

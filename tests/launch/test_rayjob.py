@@ -105,6 +105,43 @@ def test_the_head_and_the_learner_have_amounts_of_their_own():
     ]
 
 
+POD_OF_ITS_OWN = {
+    "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},
+    "spec": {
+        "containers": [
+            {
+                "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                "ports": [{"name": "rlcore", "containerPort": 9464}],
+                "resources": {"limits": {"rdma/hca": 1}},
+            }
+        ],
+        "tolerations": [{"key": "team", "operator": "Exists"}],
+        "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("kuberay", DEFINITIONS)
+def test_what_a_pod_is_given_is_merged_into_every_pod(kuberay):
+    job = manifest(KUBERNETES.model_copy(update={"pod": POD_OF_ITS_OWN}))
+    jsonschema.validate(job, DEFINITIONS[kuberay])
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        template = group["template"]
+        assert template["metadata"] == POD_OF_ITS_OWN["metadata"]
+        (container,) = template["spec"]["containers"]
+        assert container["image"] == "rlcore:cuda"  # what was there stays
+        assert container["ports"] == [{"name": "rlcore", "containerPort": 9464}]
+        assert container["resources"]["limits"].keys() >= {"rdma/hca", "memory"}
+        assert [t["key"] for t in template["spec"]["tolerations"]] == ["nvidia.com/gpu", "team"]
+        shm = template["spec"]["volumes"][1]
+        assert shm == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+
+
+def test_gpus_are_not_held_after_the_end():
+    assert manifest(KUBERNETES)["spec"]["ttlSecondsAfterFinished"] <= 60
+
+
 @pytest.mark.parametrize("settings", [KUBERNETES, LEAST], ids=["all", "least"])
 @pytest.mark.parametrize("kuberay", DEFINITIONS)
 def test_the_ray_job_is_one_by_kuberays_definition(kuberay, settings):
