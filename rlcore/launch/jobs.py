@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def refuse_another(run_dir: str) -> None:
         refuse(
             not job.over,
             f"run_dir={run_dir} has job {job.id} already ({job.state}): wait for it, end it with "
-            f"`rlcore cancel run_dir={run_dir}`, or choose another folder.",
+            f"`rlcore cancel {shlex.quote(f'run_dir={run_dir}')}`, or choose another folder.",
         )
 
 
