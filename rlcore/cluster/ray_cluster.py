@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from rlcore.cluster.specs import RaySpec, joined_address
+from rlcore.cluster.specs import RaySpec, joined_address, named_address
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.patching import Patch
 from rlcore.reasons import message_of, reason
@@ -78,7 +78,7 @@ def cluster(
     given what processes of the cluster that this driver started write to their standard error:
     (name and process id, text), from a thread.
     """
-    address = joined_address(spec.address)
+    address, named = joined_address(spec.address), named_address(spec.address)
     if address == AUTO:
         address = _of_this_machine()
     cpus = 0
@@ -98,17 +98,17 @@ def cluster(
             memory = spec.object_store_mib << 20
             _start_local(own, num_cpus=cpus, object_store_memory=memory, **quiet)
         else:
-            _poll(lambda: _check_reachable(address), deadline, patience_s)
+            _poll(lambda: _check_reachable(address, named), deadline, patience_s)
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **quiet)
     except ValueError as e:  # of Ray, for what it does not read as an address
         if address is None:
             raise
         raise UserError(
-            f"cluster.address={address} is not accepted ({message_of(str(e))}): give HOST:PORT of "
-            "a cluster, auto, or null for one of this run's own."
+            f"{named} is not accepted ({message_of(str(e))}): give cluster.address=HOST:PORT of a "
+            "cluster, auto, or local for one of this run's own."
         ) from e
     except (ConnectionError, TimeoutError) as e:
-        raise UserError(f"cluster.address={address} does not answer: {message_of(str(e))}.") from e
+        raise UserError(_unreachable(named, message_of(str(e)))) from e
     except SystemExit as e:
         # a SIGTERM while Ray started: its own handler, which is in place by then, exits
         _shut_down(own)
@@ -150,7 +150,8 @@ def check_cluster(
         _local_cpus(spec, needed_cpus, needed_gpus)
         _check_store(spec, store_bytes)
     else:
-        _check_reachable(_of_this_machine() if address == AUTO else address)
+        found = _of_this_machine() if address == AUTO else address
+        _check_reachable(found, named_address(spec.address))
 
 
 def _check_store(spec: RaySpec, store_bytes: int) -> None:
@@ -233,8 +234,8 @@ def _of_this_machine() -> str:
     """The address of the cluster that this machine is a node of, for cluster.address=auto: that of
     RAY_ADDRESS, else of the raylet that runs here. Raises UserError if there is none or several, or
     if it is another user's, who may not know of this run."""
-    named = os.environ.get("RAY_ADDRESS", AUTO)
-    if named != AUTO:
+    named = joined_address(None)
+    if named is not None and named != AUTO:
         return named
     found: dict[str, str] = {}
     for process in psutil.process_iter(["name", "cmdline", "username"]):
@@ -253,12 +254,19 @@ def _of_this_machine() -> str:
     else:
         why = "finds no cluster on this machine"
     raise UserError(
-        f"cluster.address=auto {why}: give cluster.address=HOST:PORT, or null for a cluster of the "
-        "run's own."
+        f"cluster.address=auto {why}: give cluster.address=HOST:PORT, or local for a cluster of "
+        "the run's own."
     )
 
 
-def _check_reachable(address: str) -> None:
+def _unreachable(named: str, why: str) -> str:
+    return (
+        f"{named} does not answer ({why}): start that cluster, or set cluster.address=local for "
+        "one of this run's own."
+    )
+
+
+def _check_reachable(address: str, named: str) -> None:
     """Raise UserError if the head cannot be reached: Ray itself would try for many minutes, without
     a timeout that we can set."""
     host, _, port = address.rpartition(":")
@@ -266,13 +274,13 @@ def _check_reachable(address: str) -> None:
         return  # ray://HOST:PORT: Ray knows where to look
     if not host or not port.isdigit():
         raise UserError(
-            f"cluster.address={address} is not accepted (it names no port): give HOST:PORT of a "
-            "cluster, auto, or null for one of this run's own."
+            f"{named} is not accepted (it names no port): give cluster.address=HOST:PORT of a "
+            "cluster, auto, or local for one of this run's own."
         )
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except OSError as e:
-        raise UserError(f"cluster.address={address} does not answer: {e.strerror or e}.") from e
+        raise UserError(_unreachable(named, str(e.strerror or e))) from e
 
 
 def _start_local(own: list[int], **settings: Any) -> None:
@@ -351,7 +359,7 @@ def joined_head_lost(address: str | None) -> bool:
     if joined_address(address) is None:
         return False
     try:
-        _check_reachable(ray.get_runtime_context().gcs_address)
+        _check_reachable(ray.get_runtime_context().gcs_address, named_address(address))
     except UserError:
         return True
     return False

@@ -11,6 +11,8 @@ from rlcore.metrics.specs import RecorderSpec
 from rlcore.spec import Spec, Unread, setting
 from rlcore.weights.specs import TransportSpec
 
+LOCAL = "local"  # cluster.address of a run that joins none
+
 
 class RaySpec(Spec):
     """The cluster that a run joins or starts."""
@@ -18,12 +20,14 @@ class RaySpec(Spec):
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(
             ("num_cpus", "object_store_mib"),
-            lambda spec: spec.address is not None,
+            lambda spec: spec.address not in (None, LOCAL),
             "address joins a cluster that has its own",
         ),
     )
 
-    address: str | None = setting(None, "Ray address; null: RAY_ADDRESS or a local cluster")
+    address: str | None = setting(
+        None, "Ray address; null: that in RAY_ADDRESS, if any; local: a cluster of this run's own"
+    )
     num_cpus: int | None = setting(
         None, "local cluster; null: all, at least what the roles ask for", gt=0
     )
@@ -34,8 +38,20 @@ class RaySpec(Spec):
 
 def joined_address(address: str | None) -> str | None:
     """The cluster that is joined (`cluster.address`, else RAY_ADDRESS); None: this process starts
-    its own."""
-    return address or os.environ.get("RAY_ADDRESS")
+    its own.
+
+    An HTTP address in RAY_ADDRESS is that of a job server, which `ray job submit` reads, and no
+    cluster that a driver could join.
+    """
+    found = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    server = not address and found.startswith(("http://", "https://"))
+    return None if server or found == LOCAL else found
+
+
+def named_address(address: str | None) -> str:
+    """The setting that names the joined cluster, as a sentence shows it."""
+    found = joined_address(address)
+    return f"cluster.address={found}" if address else f"cluster.address=null (RAY_ADDRESS={found})"
 
 
 @dataclass(frozen=True, slots=True)

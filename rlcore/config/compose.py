@@ -37,6 +37,7 @@ from rlcore.config.groups import (
     roots,
     settled,
 )
+from rlcore.config.resolution import resolved
 from rlcore.config.schema import (
     BESIDE,
     SHADOW,
@@ -528,14 +529,15 @@ def _delete(cfg: DictConfig, override: Override) -> None:
 def _checked(cfg: DictConfig, selected: dict[str, Any]) -> RunConfig:
     try:
         # "???" in an option's file: resolving it would raise without naming the option.
-        missing = sorted(OmegaConf.missing_keys(cfg))
+        written = flat(OmegaConf.to_container(cfg, resolve=False))
+        missing = sorted(key for key, value in written.items() if value == "???")
         if missing:
             asked = " ".join(f"{group}={option}" for group, option in selected.items())
             where = f" ({asked})" if asked else ""
             raise UserError(
                 f"{missing[0]} has no default{where}: give {missing[0]}=VALUE{_more(missing)}."
             )
-        data = OmegaConf.to_container(cfg, resolve=True)
+        data = resolved(cfg)
     except OmegaConfBaseException as e:
         raise UserError(f"A value of the configuration cannot be resolved: {one_line(e)}.") from e
     return absolute(check(validate(data)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from rlcore.config.names import check_registered
-from rlcore.config.sentences import closest, keys, one_line
+from rlcore.config.sentences import closest, is_text, keys, one_line
 from rlcore.errors import UserError
 from rlcore.files import shipped
 
@@ -226,6 +227,13 @@ def each_value(word: str) -> list[str]:
         ) from e
 
 
+def _readable(word: str) -> Override | None:
+    try:
+        return _read_word(word)
+    except UserError:
+        return None
+
+
 def _read_word(word: str) -> Override:
     try:
         return OverridesParser.create().parse_override(word)
@@ -235,8 +243,32 @@ def _read_word(word: str) -> Override:
         ) from e
 
 
+_KEY = re.compile(r"\+{0,2}[A-Za-z_][\w./@-]*")
+
+
+def _as_text(word: str, read: Override | None) -> Override | None:
+    """The override of a word whose value is meant as it stands: any text that is not written in
+    quotes, for a key that holds text, or one that Hydra's grammar cannot read and that is no list
+    or mapping; None for another. `read`: by Hydra's grammar, if it could."""
+    key, equals, text = word.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        return None
+    holds_text = is_text(key.lstrip("+"))
+    if read is None:
+        as_it_is = holds_text or text.lstrip()[:1] not in ("[", "{")
+    else:
+        value = None if read.is_sweep_override() else read.value()
+        null = value is None and text.strip() == "null"
+        as_it_is = holds_text and not null and not isinstance(value, str)
+    if not as_it_is:
+        return None
+    plain = OverridesParser.create().parse_override(f"{key}=x")
+    plain._value, plain.input_line = QuotedString(text=text, quote=Quote.single), word
+    return plain
+
+
 def _parse_word(word: str) -> Override:
-    override = _read_word(word)
+    override = _as_text(word, _readable(word)) or _read_word(word)
     # Hydra's syntax for several runs, which a forgotten bracket asks for by accident.
     if override.is_sweep_override():
         hint = f"{override.key_or_group}=[{word.partition('=')[2]}]"

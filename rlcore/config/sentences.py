@@ -92,6 +92,23 @@ def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return next(sections(annotation), (None, False))
 
 
+def is_text(key: str) -> bool:
+    """Return whether a dotted key holds any text, such as a prompt or a path."""
+    model: type[BaseModel] | None = RunConfig
+    parts = key.split(".")
+    while model is not None and parts:
+        field = model.model_fields.get(parts.pop(0))
+        if field is None:
+            return False
+        forms = list(sections(field.annotation))
+        if not parts:
+            return field.annotation is str or field.annotation == str | None
+        model, labelled = forms[-1] if forms else (None, False)
+        if model is not None and labelled and parts:
+            parts.pop(0)
+    return False
+
+
 def _sentence(errors: list[ErrorDetails]) -> str:
     first, rest = errors[0], errors[1:]
     others = [_key(e) for e in rest if _key(e) != _key(first)]

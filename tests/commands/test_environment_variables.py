@@ -1,0 +1,83 @@
+"""Environment variables that users have set for other programs, and what a run makes of them
+(docs/using.md)."""
+
+import pytest
+
+from rlcore.cli import main
+from rlcore.cluster.specs import RaySpec, joined_address
+
+WORDS = ("train", "experiment=quickstart", "dry_run=true", "run_dir=x")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def said(capsys, *words):
+    code = main([*WORDS, *words])
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("variable", "key", "joined"),
+    [
+        (None, None, None),
+        ("", None, None),
+        ("local", None, None),
+        ("http://127.0.0.1:8265", None, None),
+        ("https://head.example:8265", None, None),
+        ("10.0.0.1:6379", None, "10.0.0.1:6379"),
+        ("10.0.0.1:6379", "local", None),
+        ("http://127.0.0.1:8265", "10.0.0.2:6379", "10.0.0.2:6379"),
+        ("auto", None, "auto"),
+        ("ray://10.0.0.1:10001", None, "ray://10.0.0.1:10001"),
+    ],
+)
+def test_which_cluster_a_run_joins(monkeypatch, variable, key, joined):
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert joined_address(key) == joined
+    assert RaySpec(address=key).address == key
+
+
+def test_the_address_of_a_job_server_does_not_block_a_local_run(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    for words in ((), ("cluster.address=null",), ("cluster.address=local",)):
+        code, shown = said(capsys, *words)
+        assert code == 0 and "a cluster of this machine" in shown
+
+
+def test_a_dead_cluster_in_the_environment_is_named_and_its_remedy_works(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, shown = said(capsys)
+    assert code == 2 and "cluster.address=null (RAY_ADDRESS=127.0.0.1:1) does not answer" in shown
+    assert "set cluster.address=local" in shown
+    assert said(capsys, "cluster.address=local")[0] == 0
+
+
+def test_hidden_gpus_are_gpus_that_are_not_there(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, shown = said(capsys, "learner.num_gpus=1", "learner.zero_stage=1")
+    assert code == 2 and "GPUs where this machine shows 0" in shown
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"},
+        {"WANDB_MODE": "online", "WANDB_PROJECT": "other", "WANDB_RUN_ID": "abc"},
+        {"OMP_NUM_THREADS": "64"},
+        {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_V1": "0"},
+        {"http_proxy": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1"},
+    ],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_a_dry_run_is_the_same_with_variables_of_other_programs(monkeypatch, capsys, variables):
+    plain = said(capsys)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert said(capsys) == plain and plain[0] == 0
