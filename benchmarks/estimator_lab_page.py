@@ -11,8 +11,6 @@ import numpy as np
 from evidence_page import COLOURS, PAGES, panels, replace_block
 from harness import table
 
-from rlcore.corrections.decisions import typical_n_star
-
 Found = Mapping[str, Any]
 PAGE = PAGES / "estimator-lab.md"
 SHOWN = {"tis C=10": "tis", "ais": "ais", "jackpot, drawn": "jackpot, drawn"}
@@ -41,7 +39,7 @@ def block(found: Found) -> str:
         [
             "![Error of the gradient over the batch, and success under a floor](estimator-lab.svg)",
             "\n".join(verdicts),
-            mixed(found),
+            seen(found),
             table([_cell(cell) for cell in found["cells"]]),
             *shares(found),
             table([_floor(row) for row in found["floors"]]),
@@ -78,22 +76,30 @@ def hypotheses(found: Found) -> dict[str, str]:
     }
 
 
-def mixed(found: Found) -> str:
-    """N* of errors that are in part drawn anew, against that of a fixed error over their share."""
+def seen(found: Found) -> str:
+    """N* by products between answers, of each world's own sample, against the true one."""
     said = []
     for length in sorted({c["length"] for c in found["cells"]}):
-        own = [c for c in found["cells"] if c["kind"] == "mixed" and c["length"] == length]
-        fixed = next(c for c in _fixed(found, length) if c["size"] == MIXED)
-        times = [_star(c) * c["fixed_share"] / _star(fixed) for c in own]
-        fixed_part = [c["fixed_share"] for c in own]
-        said.append(
-            f"{min(times):.1f} to {max(times):.1f} times at {length} tokens "
-            f"(shares of {min(fixed_part):.2f} to {max(fixed_part):.2f})"
-        )
+        own = [c for c in found["cells"] if c["kind"] in ("fixed", "mixed")]
+        times = [_seen(c) / _star(c) for c in own if c["length"] == length]
+        said.append(f"{min(times):.1f} to {max(times):.1f} times at {length} tokens")
     return (
-        "N\\* of an error that is in part drawn anew, over that of a fixed error of its size "
-        f"divided by `mismatch/fixed_share`: {'; '.join(said)}."
+        f"N\\* by products between {found['answers']} answers "
+        "(`functional.batch_worth_correcting`), median over worlds, over that of the table, for "
+        "fixed and mixed errors: "
+        f"{'; '.join(said)}."
     )
+
+
+def _seen(cell: Found) -> float:
+    """Median over worlds; a world that shows no bias has none."""
+    return float(np.median([math.inf if n is None else n for n in cell["n_star_seen"]]))
+
+
+def _by_size(cell: Found, answers: int) -> float:
+    """N/(N + N*), mean over worlds with the N* that each shows."""
+    stars = [math.inf if n is None else n for n in cell["n_star_seen"]]
+    return float(np.mean([answers / (answers + star) for star in stars]))
 
 
 #: How much of C = 5's correction each takes, of a cell and of N answers.
@@ -101,9 +107,7 @@ SHARES: Mapping[str, Callable[[Found, int], float]] = {
     "none": lambda cell, answers: 0.0,
     "whole": lambda cell, answers: 1.0,
     "AIS's signals": lambda cell, answers: float(cell["alpha"]),
-    "N/(N + N\\*)": lambda cell, answers: (
-        answers / (answers + typical_n_star(cell["length"], cell["fixed_share"]))
-    ),
+    "N/(N + N\\*)": _by_size,
 }
 
 

@@ -313,7 +313,8 @@ class Corrected:
 
 
 class Correction(ABC):
-    """Up to four hooks, each pure, each optional and by default the identity.
+    """Up to four hooks, each optional and by default the identity, and pure but for what `state`
+    returns.
 
     The buffer decides which samples of a finished group are kept: `algorithm.train_on_best`.
     """
@@ -340,6 +341,14 @@ class Correction(ABC):
         policy that weights must lead to: p_ref, or p_new where the loss carries no p_new/p_ref.
         """
         return current
+
+    def state(self) -> Mapping[str, Any]:
+        """Return all that later steps depend on, equal on all ranks, as JSON holds it. Checkpoints
+        keep it."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; {} where a checkpoint has none."""
 
 
 # Who, what, start and end in seconds of training time since step 0, share of it spent at work.

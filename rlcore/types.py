@@ -410,6 +410,10 @@ class StepTensors:
     # [B, T] int64: a number that tokens of a group share whose kind of actor, page rule, versions
     # and ids are equal from the first of their record on; None: the model reads in another order
     repeats: torch.Tensor | None = None
+    # [B, T, 32] float32: of the gradient of the output layer under p_ref, and under p_new
+    # (`corrections.break_even`)
+    sketch: torch.Tensor | None = None
+    new_sketch: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> StepTensors:
         """The same tensors for some of the sequences: their numbers [b], or a mask [B] bool."""
@@ -433,6 +437,7 @@ class TokenScores:
     )
     inside: torch.Tensor | None = None  # [N] bool
     coverage: torch.Tensor | None = None  # [N] float32
+    sketch: torch.Tensor | None = None  # [N, 32] float32, of the gradient of the output layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from rlcore.commands.warm_up import fresh_model
 from rlcore.commands.watch import course_of
 from rlcore.config.compose import load
 from rlcore.config.schema import CorrectionList, RunConfig
-from rlcore.corrections.decisions import Regime, regimes_of, settled_share, typical_n_star
+from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
 from rlcore.metrics.limit import limit_share, sentence
@@ -85,7 +85,9 @@ def figures_of(row: Row, answers: int) -> dict[str, float]:
         if name.startswith("mismatch/") and "@" not in name and value is not None
     }
     length = float(row.get("response_length/mean") or 1.0)
-    star = typical_n_star(length, settled_share(found))
+    if "n_star" not in found and found.get("variance_added", 0.0) > 0:  # no bias was seen
+        return found | {"batches_per_n_star": 0.0}
+    star = max(found.get("n_star", typical_n_star(length)), 1.0)
     return found | {"n_star": star, "batches_per_n_star": answers / star}
 
 
@@ -281,7 +283,7 @@ FIGURES = {
     "unlikely_share": "tokens outside the learner's safe set",
     "veto_share": "sequences with a ratio below 1e-4",
     "floor_tokens": "T*m: tokens of an answer drawn by a floor",
-    "fixed_share": "part of the squared error that repeats",
+    "fixed_share": "part of the squared error that repeats in one context",
     "n_star": "N*: answers that make correcting pay",
     "batches_per_n_star": "the run's answers a step over N*",
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from rlcore.corrections.decisions import settled_share, typical_n_star
+from rlcore.corrections.break_even import BreakEven
 from rlcore.corrections.numerics import (
     CLAMP,
     SumReduce,
@@ -22,7 +23,6 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
-from rlcore.corrections.regimes import fixed_share
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
@@ -235,30 +235,16 @@ def _root(value: Number) -> Number:
 def share_by_size(
     step: StepTensors, on: Tensor, reduce: SumReduce | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """The share of correction [B, T] with about the least mean squared error of the gradient: of N
-    answers with tokens `on` [B, T]
-
-        alpha = N/(N + N*),   N* = typical_n_star(tokens of an answer)/fixed_share
-
-    and 1 for tokens of an older policy than p_ref, whose correction pays in a batch of any size.
-    Without `step.repeats` the error counts as fixed. Also {"alpha", "n_star"}: the mean share of
-    the tokens, and N* of those of p_ref. Waits for the device.
-    """
-    answers, tokens = total([on.any(-1), on], reduce)
-    found = {}
-    if step.repeats is not None:
-        found = fixed_share(step.logp_ref, step.logp_inf, on, step.repeats, reduce)
-    star = typical_n_star(tokens / max(answers, 1.0), settled_share(found | {"tokens": tokens}))
-    alpha = answers / (answers + star)
-    version = step.step if step.ref_version is None else step.ref_version
-    share = torch.where(step.token_version < version, 1.0, alpha).to(step.logp_ref)
-    (applied,) = total([share.where(on, 0.0)], reduce)
-    return share, {"alpha": applied / max(tokens, 1.0), "n_star": star}
+    """`BreakEven.share` of a run's first step: the share of correction [B, T], and {"alpha",
+    "n_star"}. Waits for the device."""
+    seen = BreakEven(_AIS.cap)
+    seen.follow(step, on, reduce)
+    return seen.share(step, on, reduce)
 
 
 class Ais(Correction):
     """Weight `1 + alpha (min(p_ref/p_inf, cap) - 1)`, alpha estimated from the step (AIS eq. 12 to
-    18), or by `share_by_size`.
+    18), or by age from the batch's size and the N* of some 14 steps (`BreakEven`).
 
     The paper's mini-batch is here the step's global batch: the tokens still in the loss when AIS's
     turn comes, less those outside the safe set (DVP), which have weight 0 from there.
@@ -267,15 +253,16 @@ class Ais(Correction):
     needs = Needs(batch_stats=True)
 
     def __init__(self, spec: AisSpec, run_seed: int) -> None:
-        self._by_size = spec.alpha == "n_star"
+        self._seen = BreakEven(spec.cap) if spec.alpha == "n_star" else None
         # the formula's keywords are the setting's names
         self.settings = spec.model_dump(exclude={"alpha"})
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
         on = inside(step, current.mask)  # a token outside would count as the largest difference
-        if self._by_size:
+        if self._seen is not None:
             difference, usable = log_difference(step.logp_ref, step.logp_inf, on)
-            share, metrics = share_by_size(step, usable, reduce)
+            self._seen.follow(step, usable, reduce)
+            share, metrics = self._seen.share(step, usable, reduce)
             w = ratio(difference).clamp(max=self.settings["cap"])
             weight = finish(1.0 + share * (w - 1.0), usable, on)
         else:
@@ -285,3 +272,10 @@ class Ais(Correction):
                 reduce=reduce,
             )
         return Corrected(current.weight * weight, current.mask, metrics)
+
+    def state(self) -> Mapping[str, Any]:
+        return {} if self._seen is None else self._seen.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self._seen is not None and state:
+            self._seen.restore(state)

@@ -14,8 +14,6 @@ import yaml
 from rlcore.spec import Spec
 
 Bounds = tuple[float | None, float | None]
-_LEAST_SHARE = 0.01  # that a step can tell from 0
-_REPEATED = 100  # tokens that tell fixed errors from fresh ones
 
 
 class Regime(Spec):
@@ -63,21 +61,10 @@ def regimes_of(figures: Mapping[str, float]) -> tuple[Regime, ...]:
     return tuple(found.values())
 
 
-def settled_share(figures: Mapping[str, float]) -> float:
-    """The share of an error that repeats, from "fixed_share", "repeated_share" and "tokens" of a
-    step; 1, a fixed error, where it is of fewer than a hundred tokens, which say little."""
-    repeated = figures.get("tokens", 0.0) * figures.get("repeated_share", 0.0)
-    return figures.get("fixed_share", 1.0) if repeated >= _REPEATED else 1.0
-
-
-def typical_n_star(tokens: float, fixed_share: float = 1.0) -> float:
-    """N* in answers, for answers of this many tokens and an error of which `fixed_share` repeats
-    (`regimes.fixed_share`): bias comes from the fixed part alone, variance from all of it.
-
-    A value of the lab for rounding errors, interpolated by the logarithm of the length, over the
-    share. In the lab that holds at 8 tokens for shares down to 0.05; at 64 N* is three to four
-    times as large. A network has an N* of its own, which `functional.batch_worth_correcting`
-    estimates from its gradients."""
+def typical_n_star(tokens: float) -> float:
+    """N* in answers of a fixed error, for answers of this many tokens: a value of the lab for
+    rounding errors, interpolated by the logarithm of the length. It stands for a run's own
+    (`break_even.BreakEven`) before that is known."""
     (short, many), (long, few) = sorted(_table()["n_star"].items())
     share = math.log(max(tokens, 1.0) / short) / math.log(long / short)
-    return float(many * (few / many) ** min(max(share, 0.0), 1.0)) / max(fixed_share, _LEAST_SHARE)
+    return float(many * (few / many) ** min(max(share, 0.0), 1.0))

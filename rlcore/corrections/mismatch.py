@@ -31,7 +31,6 @@ from rlcore.corrections.regimes import (
     fixed_share,
     floor_tokens,
     mismatch_tails,
-    worth_of_correcting,
 )
 from rlcore.corrections.tis import TisSpec
 from rlcore.corrections.veto import veto
@@ -147,7 +146,6 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         metrics["coverage_mean"] = covered / usable if usable else 1.0
         metrics["outside_share"] = 1.0 - held / usable if usable else 0.0
     metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
-    metrics |= worth_of_correcting(step, on, reduce)
     metrics |= mismatch_tails(step.logp_ref, step.logp_inf, on, reduce)
     if step.repeats is not None:
         metrics |= fixed_share(step.logp_ref, step.logp_inf, on, step.repeats, reduce)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlcore.corrections.ais import AisSpec
+from rlcore.corrections.break_even import NEARLY_WHOLE, BreakEven
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
-from rlcore.corrections.numerics import at_least_float32, total
+from rlcore.corrections.numerics import at_least_float32, inside, total
 from rlcore.corrections.specs import CorrectionSpec, Stratum
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
@@ -113,6 +114,7 @@ class Pipeline:
         specs = (stage.spec for stage in self.stages)
         chosen = [s for s in specs if isinstance(s, AisSpec) and s.alpha == "signals"]
         self._ais = chosen[0] if chosen else AisSpec()
+        self._worth: dict[str, BreakEven] = {}  # by label of a kind; "" of all samples
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -168,11 +170,26 @@ class Pipeline:
             metrics |= {"train/overlong_filtered": total([cut], reduce)[0]}
         return replace(found, metrics=metrics)
 
-    def _measured(self, step: StepTensors, reduce: Reduce) -> dict[str, float]:
-        """mismatch/* and staleness/* of a step whose mask is bool."""
+    def _measured(self, step: StepTensors, reduce: Reduce, kind: str = "") -> dict[str, float]:
+        """mismatch/* and staleness/* of a step whose mask is bool; `kind`: of whose samples."""
         step = _outside_is_impossible(step, OUTSIDE_LOGP)
         age = policy_age(step.token_version, step.mask, step.step, reduce)
-        return mismatch_metrics(step, reduce, self._ais) | age
+        worth = self._worth.setdefault(kind, BreakEven(NEARLY_WHOLE))
+        worth.follow(step, inside(step, self.usable(step)), reduce)
+        figures = {f"mismatch/{name}": value for name, value in worth.figures().items()}
+        return mismatch_metrics(step, reduce, self._ais) | figures | age
+
+    def state(self) -> dict[str, Any]:
+        """All that later steps depend on, as JSON holds it."""
+        stages = {stage.label: dict(stage.method.state()) for stage in self.stages}
+        return {"worth": {k: w.state() for k, w in self._worth.items()}, "stages": stages}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, also that of other stages: those that it lacks begin anew."""
+        for kind, own in state.get("worth", {}).items():
+            self._worth.setdefault(kind, BreakEven(NEARLY_WHOLE)).restore(own)
+        for stage in self.stages:
+            stage.method.restore(state.get("stages", {}).get(stage.label, {}))
 
     def _weighed(self, step: StepTensors, reduce: Reduce) -> Corrected:
         """Weights and mask after all stages, with the metrics of each."""
@@ -241,6 +258,7 @@ def _towards_new(step: StepTensors) -> StepTensors:
         ref_topk_logp=step.new_topk_logp,
         ref_logp_at_inf_ids=step.new_logp_at_inf_ids,
         ref_inside=step.new_inside,
+        sketch=step.new_sketch,
     )
 
 
@@ -308,11 +326,20 @@ class StratifiedPipeline(Pipeline):
     def biases(self) -> tuple[Bias, ...]:
         return tuple(bias for _, pipeline in self._lists[:-1] for bias in pipeline.biases)
 
-    def _measured(self, step: StepTensors, reduce: Reduce) -> dict[str, float]:
-        metrics = super()._measured(step, reduce)
+    def _measured(self, step: StepTensors, reduce: Reduce, kind: str = "") -> dict[str, float]:
+        metrics = super()._measured(step, reduce, kind)
         for kind, rows in present_kinds(self.kinds, step, reduce):
-            metrics |= at_kind(super()._measured(step.rows(rows), reduce), kind)
+            metrics |= at_kind(super()._measured(step.rows(rows), reduce, kind), kind)
         return metrics
+
+    def state(self) -> dict[str, Any]:
+        lists = {",".join(kinds): pipeline.state() for kinds, pipeline in self._lists}
+        return super().state() | {"lists": lists}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        for kinds, pipeline in self._lists:
+            pipeline.restore(state.get("lists", {}).get(",".join(kinds), {}))
 
     def _weighed(self, step: StepTensors, reduce: Reduce) -> Corrected:
         """Every rank goes through all lists: statistics of the global batch are collective."""

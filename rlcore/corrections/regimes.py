@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rlcore.attention.specs import STRETCHES
+from rlcore.corrections.break_even import NEARLY_WHOLE
 from rlcore.corrections.numerics import (
     CLAMP,
     SumReduce,
@@ -25,8 +26,6 @@ from rlcore.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from rlcore.types import StepTensors
 
 
 def batch_worth_correcting(plain: Tensor, corrected: Tensor, answers: int = 1) -> float:
@@ -56,59 +55,6 @@ def _bias_and_variance(plain: Tensor, corrected: Tensor, answers: float) -> tupl
     pairs = difference.sum(0).square().sum() - difference.square().sum()
     spread = [(g - g.mean(0)).square().sum() * answers / (parts - 1) for g in wide]
     return (pairs / (parts * (parts - 1))).item(), (spread[1] - spread[0]).item()
-
-
-PARTS = 8  # of a batch, by group
-NEARLY_WHOLE = 10.0  # cap of the ratio that stands for an unbiased correction, as in the lab
-_SKETCH = 256  # numbers that stand for a gradient over the vocabulary
-
-
-def worth_of_correcting(
-    step: StepTensors, on: Tensor, reduce: SumReduce | None = None
-) -> dict[str, float]:
-    """N* of a step from the gradient with respect to a bias of the output layer, which needs no
-    backward pass: the sum over the tokens `on` of A (e_x - p_ref), uncorrected and times
-    min(p_ref/p_inf, 10).
-
-    The learner's top k stands for p_ref, and a gradient over the vocabulary for 256 numbers: each
-    id adds to one of them, with a sign (count sketch), which keeps inner products in expectation.
-    The groups of all ranks are divided into 8 parts. bias2 is bias^2 of the uncorrected gradient
-    and variance_added the variance of one answer that correcting adds; n_star is their ratio where
-    a bias is seen. One batch says little: over several, take the ratio of the two means. Empty
-    without the learner's top k or with fewer than two parts.
-    """
-    ids, logp, tokens = step.ref_topk_ids, step.ref_topk_logp, step.token_ids
-    if ids is None or logp is None or tokens is None:
-        return {}
-    mass = torch.cat([torch.ones_like(step.logp_ref)[..., None], -logp.exp()], -1).double()
-    place, sign = _sketched(torch.cat([tokens[..., None], ids], -1))
-    difference = at_least_float32(step.logp_ref) - at_least_float32(step.logp_inf)
-    weight = ratio(torch.where(on, difference, 0.0)).clamp(max=NEARLY_WHOLE)
-    part = (step.group_ids % PARTS)[:, None, None]
-    at = (part * _SKETCH + place).flatten()
-    gradients = []
-    for factor in (torch.ones_like(weight), weight):
-        values = torch.where(on, step.advantages * factor, 0.0).double()[..., None] * mass * sign
-        gradients.append(torch.bincount(at, values.flatten(), minlength=PARTS * _SKETCH))
-    answers = torch.bincount(step.group_ids % PARTS, on.any(-1).double(), minlength=PARTS)
-    # of a rank without answers, bincount gives integers, whose sum with the others' is garbage
-    summed = torch.cat([*gradients, answers]).double()
-    summed = summed if reduce is None else reduce(summed)
-    plain, corrected = summed[:-PARTS].view(2, PARTS, _SKETCH)
-    count = summed[-PARTS:]
-    there = count > 0
-    if there.sum() < 2:
-        return {}
-    own = count[there][:, None]
-    bias2, extra = _bias_and_variance(plain[there] / own, corrected[there] / own, own.mean().item())
-    found = {"bias2": bias2, "variance_added": extra}
-    return found | ({"n_star": max(extra / bias2, 0.0)} if bias2 > 0 else {})
-
-
-def _sketched(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The number that each id adds to, and its sign: Knuth's multiplicative hash."""
-    bits = (ids.clamp(min=0) * 2654435761) & 0xFFFFFFFF
-    return bits >> 24, 1 - 2 * ((bits >> 23) & 1)
 
 
 def fixed_share(

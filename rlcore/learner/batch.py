@@ -54,6 +54,7 @@ class PolicyScores:
     logp_at_ids: Tensor | None = None
     inside: Tensor | None = None
     coverage: Tensor | None = None
+    sketch: Tensor | None = None
 
     @classmethod
     def collect(
@@ -211,6 +212,8 @@ def observed(
         ref_inside=ref.inside,
         new_inside=new.inside,
         coverage=ref.coverage,
+        sketch=ref.sketch,
+        new_sketch=new.sketch,
     )
 
 

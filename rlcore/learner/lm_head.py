@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.attention.bitwise import LEAST, linear
+from rlcore.corrections.break_even import last_layer_sketch
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.models.largest import largest_columns, row_maxima
 from rlcore.objectives.distillation import divergence, topk_divergence
@@ -41,6 +42,7 @@ class HeadSpec:
     # (UNPROVEN there); the gradient at the logits is rounded to bfloat16 there, as that of every
     # other layer is
     fp32: bool = False
+    sketch: bool = False  # of the gradient of the output layer, for N* (`corrections.break_even`)
     invariant: bool = False  # logits of a position are the same to the bit in any company
 
     def slices(self, n: int) -> list[slice]:
@@ -339,7 +341,7 @@ def _score_chunk(
 
 
 class _HeadFunction(torch.autograd.Function):
-    """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage).
+    """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage, sketch).
 
     Gradients flow through logp and entropy.
     """
@@ -358,16 +360,22 @@ class _HeadFunction(torch.autograd.Function):
         out = _Outputs.empty(n, k, ids, conditioned, hidden.device)
         chunks = spec.slices(n)
         buffers = _Buffers(chunks[0].stop if chunks else 0, weight, spec, both=True)
+        sketches = []
         for s in chunks:
-            z = buffers.logits(hidden[s], spec.temperature)
+            z, e = buffers.logits(hidden[s], spec.temperature), buffers.e[: s.stop - s.start]
             its_ids = None if ids is None else ids[s]
-            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], its_ids, spec)
+            _score_chunk(out, s, z, e, targets[s], its_ids, spec)
+            if spec.sketch:
+                sketches.append(last_layer_sketch(hidden[s], e, out.total[s], targets[s]))
         kept = ids if spec.kept_sets else None
         ctx.save_for_backward(
             hidden, weight, targets, out.top, out.total, out.entropy, out.inside, kept
         )
         ctx.spec = spec
-        extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
+        extras = (
+            *(out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage),
+            torch.cat(sketches) if spec.sketch else None,
+        )
         ctx.mark_non_differentiable(*(t for t in extras if t is not None))
         # no zero gradients of [N] for outputs that no loss uses
         ctx.set_materialize_grads(False)
@@ -477,4 +485,5 @@ class Head(nn.Module):
         """
         kl = None if base is None else kl_pass(hidden, self.weight, base, spec)
         s = head_pass(hidden, self.weight, targets, spec, ids)
-        return kl, s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage
+        extras = s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage, s.sketch
+        return kl, s.logp, s.entropy, *extras

@@ -336,12 +336,12 @@ class LearnerRank(RankState):
         return found | ({"cosine": dot / (squares * others) ** 0.5} if squares * others else {})
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
-        """Also the coefficient of a KL in the reward, a teacher that was the policy, and p_ref's
-        version."""
+        """Also the coefficient of a KL in the reward, a teacher that was the policy, and what
+        corrections have seen."""
         schedule = run or (lambda write: write())
         if self.rank == 0:
             schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
-            state = json.dumps({"ref_version": self._update.ref_version})
+            state = json.dumps(self._update.state())
             schedule(partial(replace_file, Path(folder) / UPDATE_FILE, state))
         if self.rank == 0 and self._update.teacher is not None:
             self._update.teacher.save(Path(folder), schedule)
@@ -361,7 +361,7 @@ class LearnerRank(RankState):
         if self._update.teacher is not None:
             self._update.teacher.load(Path(folder))
         if (update := Path(folder) / UPDATE_FILE).is_file():  # older checkpoints have none
-            self._update.ref_version = int(json.loads(update.read_text())["ref_version"])
+            self._update.restore(json.loads(update.read_text()))
         adapted = Path(folder) / KL_FILE
         if adapted.is_file() and self.job.objective.kl_target is not None:
             self._update.kl.value = float(json.loads(adapted.read_text())["kl_coef"])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,9 +152,22 @@ class Update:
             if not one_pass and batch.ref is None:
                 batch.ref = self.score_ref(batch)
             if self.loss.needs_base_logp and self.frozen is not None:
-                batch.base = self._score(batch, self.frozen, 0)
+                batch.base = self._score(batch, self.frozen, None)
             if self.critic is not None:
                 batch.values = self.critic.values(batch)
+
+    def state(self) -> dict[str, Any]:
+        """All that later steps depend on besides the weights, as JSON holds it."""
+        shadows = {label: pipeline.state() for label, pipeline in self._shadows.items()}
+        own = self.pipeline.state()
+        return {"ref_version": self.ref_version, "corrections": own, "shadows": shadows}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self.ref_version = int(state["ref_version"])
+        self.pipeline.restore(state.get("corrections", {}))
+        for label, pipeline in self._shadows.items():
+            pipeline.restore(state.get("shadows", {}).get(label, {}))
 
     def score_ref(self, batch: StepBatch) -> PolicyScores:
         """A batch's scores under the policy as it is now."""
@@ -202,7 +216,7 @@ class Update:
         for i, mb in enumerate(batch.micro):
             mine = corrected.rows(mb.episodes)
             # taken out, so that its memory is free after its backward pass
-            forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
+            forward = ready.pop(0) if ready else self._forward(batch, mb, None)
             self._backward(shared, i, forward, mine)
         metrics = corrected.metrics | shadowed | self._followed_kl(batch) | self._of_teacher()
         scale = 0.0 if waits else corrected.step_scale
@@ -274,15 +288,15 @@ class Update:
         found = shadow_metrics(self._shadows, tensors, executed, self.reduce, self._kinds)
         return found | {"time/shadow_s": time.monotonic() - start}
 
-    def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> Forward:
-        """The pass that is differentiated."""
+    def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int | None) -> Forward:
+        """The pass that is differentiated. `topk`: None where no correction sees its scores."""
         needs_base = self.frozen is not None and self.loss.needs_full_kl
         base: KlTarget | None = None
         if self.teacher is not None:
             base = self.teacher.target(batch, mb)
         elif needs_base:
             base = self.frozen.base(mb)  # type: ignore[union-attr]
-        spec = replace(self.head, topk=topk)
+        spec = replace(self.head, topk=topk or 0, sketch=topk is not None)
         return self.engine.forward_with_kl(mb, _actor_ids(batch, mb, spec), spec, base)
 
     def _backward(
@@ -300,7 +314,7 @@ class Update:
             if not last:
                 return
             # ends the accumulation on every rank, at the cost of one position
-            loss = _nothing(self._forward(shared.batch, dummy(device=self.engine.device), 0))
+            loss = _nothing(self._forward(shared.batch, dummy(device=self.engine.device), None))
         if self.trace is not None and tokens is not None:
             tokens.logp_new.retain_grad()
         self.engine.backward(loss, last=last)
@@ -500,10 +514,11 @@ class Update:
 
     @torch.no_grad()
     def _score(
-        self, batch: StepBatch, policy: TrainEngine | FrozenPolicy, topk: int
+        self, batch: StepBatch, policy: TrainEngine | FrozenPolicy, topk: int | None
     ) -> PolicyScores:
         """A pass without gradients over the whole batch."""
-        spec = replace(self.head, topk=topk, entropy_grad=False)
+        seen = topk is not None
+        spec = replace(self.head, topk=topk or 0, sketch=seen, entropy_grad=False)
         parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, spec), spec)) for mb in batch.micro]
         return PolicyScores.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
 

@@ -123,8 +123,9 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/n_star",
         "answers",
-        "N*: size of a batch above which correcting pays, by this batch; mean(mismatch/"
-        "variance_added) over mean(mismatch/bias2) says it of a run",
+        "N*: answers, of groups whose rewards differ, above which correcting pays: mismatch/"
+        "variance_added over mismatch/bias2, in the first 8 steps mixed with the typical N*; left "
+        "out where no bias is seen",
         healthy="above the run's answers a step: no correction is needed",
         otherwise="[which one](corrections/index.md#which-one)",
     ),
@@ -132,10 +133,16 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "mismatch/fixed_share",
         "share",
         "of the mean square of min(p_ref/p_inf, 10) - 1, over tokens that several answers of a "
-        "group have after the same ones: what repeats. 1: a function of the context; 0: drawn anew",
+        "group have after the same ones. 1: a function of the context, 0: drawn anew; neither says "
+        "that a bias adds up over contexts",
     ),
     Metric("mismatch/repeated_share", "share", "tokens from which mismatch/fixed_share is taken"),
-    Metric("mismatch/bias2", "1", "squared bias of the uncorrected gradient of an output bias"),
+    Metric(
+        "mismatch/bias2",
+        "1",
+        "squared bias of the uncorrected gradient of the output layer, of an answer, by products "
+        "between groups of the last 14 steps",
+    ),
     Metric("mismatch/variance_added", "1", "variance of an answer that correcting adds to it"),
     *(
         Metric(f"mismatch/ratio_p{percent}", "1", f"percentile {percent} of p_ref/p_inf")

@@ -23,7 +23,8 @@ NOISY = {
     "truncated_share": 0.001,
     "masked_share": 0.002,
 }
-FRESH = {"fixed_share": 0.1, "repeated_share": 0.5, "tokens": 8000.0}
+LARGE = {"n_star": 900.0, "variance_added": 1.0, "fixed_share": 1.0}
+UNSEEN = {"bias2": -0.1, "variance_added": 1.0}
 HEAVY = NOISY | {"masked_share": 0.03, "ess": 0.9}
 
 
@@ -40,10 +41,9 @@ def row(figures, **others):
         (NOISY, 0, 128, ("tis",)),
         (NOISY, 0, 16, ()),  # below N*, where weights add more variance than they remove bias
         (NOISY, 1, 16, ("tis",)),
-        (NOISY | FRESH, 0, 512, ()),  # N* is 900, since a tenth of the error is bias
-        (NOISY | FRESH, 0, 1024, ("tis",)),
-        (NOISY | FRESH | {"fixed_share": 1.0}, 0, 512, ("tis",)),
-        (NOISY | FRESH | {"repeated_share": 0.01}, 0, 512, ("tis",)),  # of 80 tokens: says little
+        (NOISY | LARGE, 0, 512, ()),  # whether the error repeats in one context decides nothing
+        (NOISY | LARGE, 0, 1024, ("tis",)),
+        (NOISY | UNSEEN, 0, 10**6, ()),  # no bias was seen: correcting pays in no batch
         (HEAVY, 4, 128, ("tis",)),  # masks lose direction
         (HEAVY | {"acceptance": 0.6}, 0, 128, ("tis",)),
         (HEAVY | {"unlikely_share": 0.01, "floor_tokens": 0.3}, 0, 128, ("tis",)),

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.corrections.functional import InvalidArgument, batch_worth_correcting, floor_tokens
-from rlcore.corrections.numerics import OneRank
-from rlcore.corrections.regimes import agreement_by_stretch, fixed_share, worth_of_correcting
-from rlcore.types import StepTensors
+from rlcore.corrections.regimes import agreement_by_stretch, fixed_share
 
 
 def gradients(parts, answers, *, bias, extra, seed=0, size=64):
@@ -80,75 +78,6 @@ def test_agreement_by_stretch_is_the_percentile_of_its_own_tokens():
         logp[2:], other[2:], on[2:], stretch[2:], lambda counts: counts + halves[0]
     )
     assert whole == found
-
-
-def step_of(groups, *, noise=0.0, fixed=0.0, vocab=12, seed=0):
-    """Answers of 6 tokens, 4 a group, from an actor whose logits are off: by the same error at
-    every token (`fixed`), and by one drawn anew (`noise`). Token 0 is rewarded."""
-    g = torch.Generator().manual_seed(seed)
-    shape = (4 * groups, 6)
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
-    error = torch.randn(vocab, generator=torch.Generator().manual_seed(2))
-    own = noise * torch.randn(*shape, vocab, generator=g)
-    ref = logits.log_softmax(-1)
-    inf = (logits + fixed * error + own).log_softmax(-1)
-    tokens = torch.multinomial(inf.exp().view(-1, vocab), 1, generator=g).view(shape)
-    rewards = (tokens == 0).float().mean(-1)
-    top = ref.topk(vocab)
-    wide = torch.zeros(*shape, vocab)
-    return StepTensors(
-        mask=torch.ones(shape, dtype=torch.bool),
-        logp_inf=inf.gather(-1, tokens[..., None])[..., 0],
-        logp_ref=ref[tokens],
-        logp_new=ref[tokens],
-        rewards=rewards,
-        group_ids=torch.arange(groups).repeat_interleave(4),
-        advantages=(rewards - rewards.mean())[:, None].expand(shape),
-        token_version=torch.zeros(shape, dtype=torch.int32),
-        sample_ids=torch.arange(shape[0]),
-        step=0,
-        ref_topk_ids=(wide + top.indices).long(),
-        ref_topk_logp=wide + top.values,
-        token_ids=tokens,
-    )
-
-
-def test_n_star_of_a_step_is_that_of_the_whole_gradient():
-    step = step_of(800, fixed=-0.6)
-    found = worth_of_correcting(step, step.mask)
-    # the gradient itself, of all 12 ids, by parts
-    weight = (step.logp_ref - step.logp_inf).exp().clamp(max=10)
-    score = torch.nn.functional.one_hot(step.token_ids, 12) - step.ref_topk_logp.exp().gather(
-        -1, step.ref_topk_ids.argsort(-1)
-    )
-    parts = step.group_ids % 8
-    whole = []
-    for factor in (torch.ones_like(weight), weight):
-        each = (step.advantages * factor)[..., None] * score
-        whole.append(torch.stack([each.sum(1)[parts == p].mean(0) for p in range(8)]))
-    want = batch_worth_correcting(*whole, answers=400)
-    assert found["n_star"] == pytest.approx(want, rel=1e-3) and 0 < want < math.inf
-    assert found["n_star"] == pytest.approx(found["variance_added"] / found["bias2"])
-
-
-def test_n_star_is_small_for_fixed_errors_and_large_for_fresh_ones():
-    means = {}
-    for name, errors in {"fixed": {"fixed": -0.6}, "fresh": {"noise": 0.6}}.items():
-        steps = [step_of(400, seed=s, **errors) for s in range(8)]
-        found = [worth_of_correcting(s, s.mask) for s in steps]
-        means[name] = [sum(f[k] for f in found) for k in ("bias2", "variance_added")]
-    assert 0 < means["fixed"][1] / means["fixed"][0] < 500
-    assert means["fresh"][0] < 0.2 * means["fixed"][0]
-
-
-def test_n_star_needs_the_top_k_of_the_learner_and_two_parts():
-    step = step_of(1)
-    assert worth_of_correcting(step, step.mask) == {}
-    step = step_of(4)
-    matched = worth_of_correcting(step, step.mask, OneRank())
-    assert matched == {"bias2": 0.0, "variance_added": 0.0}
-    step.ref_topk_ids = None
-    assert worth_of_correcting(step, step.mask) == {}
 
 
 def drawn(fixed, fresh, *, contexts=40, draws=500, vocab=12, seed=0):
