@@ -75,6 +75,7 @@ class EpisodeState:
     sampling: dict[str, Conversation] = field(default_factory=dict)
     max_tokens: int | None = None  # of the next turn, where its environment allows fewer
     hosts_program: bool = False  # as its environment says (`protocol.Environment`)
+    once: bool = False  # whether its process, which is confined now, plays no other episode
     step_parts: dict[str, float] = field(default_factory=dict)  # sums over the steps
     stepped: list[int] = field(default_factory=list)  # turns that its environment was given
     rewards: dict[int, float] = field(default_factory=dict)  # of turns, where it gave one

@@ -220,6 +220,7 @@ class Play:
         if episode.hosts_program:
             self._serve(episode, answer)
             return
+        episode.once = bool(answer.get("once"))
         episode.max_tokens = answer["max_tokens"]
         episode.now.ids = self._opening(episode, answer)
         self._sample(episode)
@@ -404,7 +405,8 @@ class Play:
         self.done.append(episode.played(status, self._decode, self._actor, **score))
         del self.open[episode.request.request_id]
         # What a program leaves behind (threads, connections) ends with its process.
-        self._release(episode, reuse=status == "ok" and not episode.hosts_program)
+        ends = episode.hosts_program or episode.once
+        self._release(episode, reuse=status == "ok" and not ends)
 
     def _release(self, episode: EpisodeState, *, reuse: bool) -> None:
         """Release the episode's process. Only one whose instance ended without an error serves

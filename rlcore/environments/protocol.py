@@ -89,6 +89,9 @@ class Environment(ABC):
     # Whether `grade` asks the grader of the run's task, which is then given texts alone: a task
     # whose grader asks for tokens is refused.
     asks_task: ClassVar[bool] = False
+    # Whether its process is confined (`tasks/isolation/confine`) from the first turn on, and plays
+    # one episode: for games of other packages, which read what the model says.
+    confined: ClassVar[bool] = False
 
     @abstractmethod
     def reset(self, item: Item, seed: int) -> Opening:

@@ -41,6 +41,9 @@ from rlcore.tasks.grading_worker import (
     end_descendants,
     resident,
 )
+from rlcore.tasks.isolation.confine import confine
+from rlcore.tasks.isolation.executed import ArithmeticOnly
+from rlcore.types import Grade
 
 if TYPE_CHECKING:
     from rlcore.environments.endpoint import Endpoint, ProgramCalls
@@ -177,6 +180,7 @@ class ForkServer:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         environment: Environment | None = None
+        rule: ArithmeticOnly | None = None  # of a confined environment
         own = os.getpid()
         link.sendall(_line({"pid": os.getpid()}))
         calls = AskedCalls(link)
@@ -185,7 +189,9 @@ class ForkServer:
                 if environment is None or call["call"] == "reset":
                     environment = self._make()
                     calls.overlap(environment)
-                answer = _line({**self._answer(environment, call), "id": call["id"]})
+                elif rule is None and getattr(environment, "confined", False):
+                    rule = confine()  # before it reads what the model says
+                answer = _line({**self._answered(environment, call, rule), "id": call["id"]})
             except BaseException as error:  # sys.exit() in an environment is a failed score too
                 text = " ".join(str(error).split())
                 what = f"{call['call']} raised {type(error).__name__}: {text}"
@@ -193,8 +199,23 @@ class ForkServer:
             if os.getpid() != own:  # an environment has forked: the first process answers
                 os._exit(0)
             link.sendall(answer)
-            if call["call"] == "grade":
+            if call["call"] == "grade" and rule is None:  # confined, it has started nothing
                 end_descendants()  # nothing that an episode started is there in the next one
+
+    def _answered(
+        self, environment: Environment, call: dict[str, Any], rule: ArithmeticOnly | None
+    ) -> dict[str, Any]:
+        """The answer to a call. A turn that a confined environment would have executed ends the
+        episode, with reward 0."""
+        try:
+            answer = self._answer(environment, call)
+        except Exception:  # of any kind: the package's own code
+            if rule is None or not rule.why:
+                raise
+            answer = _reply(Reply(over=True))
+        if rule is not None and rule.why and call["call"] == "grade":
+            answer = {**asdict(Grade(0.0, {"correct": 0.0, "executed": 1.0})), "unread": []}
+        return answer
 
     def _answer(self, environment: Environment, call: dict[str, Any]) -> dict[str, Any]:
         if call["call"] == "reset":
@@ -207,7 +228,8 @@ class ForkServer:
                 return {**_calls(program.reset(item, call["seed"])), "hosts_program": True}
             opening = environment.reset(item, call["seed"])
             limit = {"max_tokens": opening.max_tokens, "hosts_program": False}
-            return {**_opening(opening), **limit}
+            once = getattr(environment, "confined", False)
+            return {**_opening(opening), **limit, "once": once}
         if call["call"] == "step":
             calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
             told = {name: call[name] for name in ("finish_reason", "reasoning", "whole")}

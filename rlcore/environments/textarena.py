@@ -25,6 +25,8 @@ class TextArena(Environment):
     after it. The reward is the game's own; 0 for a game that a limit of the run has cut short.
     """
 
+    confined = True
+
     def __init__(self, *, game: str, settings: Mapping[str, Any] | None = None) -> None:
         self._game = game
         self._settings = dict(settings or {})

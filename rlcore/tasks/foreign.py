@@ -86,27 +86,25 @@ class ForeignScorer:
     """
 
     def __init__(self, grader: IsolatedGrader, proof: ScorerProof) -> None:
-        self._grader = grader
         self._proof = proof
 
-        @lru_cache(KEPT)
-        def probe(prompt_id: str, text: str) -> float:
-            return credit_of(grader.grade(prompt_id, text)).reward
+        @lru_cache(KEPT)  # the answers of a group repeat
+        def ask(prompt_id: str, text: str) -> Credit:
+            return credit_of(grader.grade(prompt_id, text))
 
-        self._probe: Callable[[str, str], float] = probe
+        self._ask: Callable[[str, str], Credit] = ask
 
     def credit(self, item: Item, answer: str) -> Credit:
         """The credit of an answer. Raises IsolationError where the isolation fails, and where a
         machine is too busy to judge."""
         if item.answer and answer.strip() == item.answer.strip():
             return Credit(FULL)
-        credit = credit_of(self._grader.grade(item.prompt_id, answer))
+        credit = self._ask(item.prompt_id, answer)
         if credit.reward >= FULL and not alike(answer, item.answer):
             return Credit(0.0)
         probes = [text for text in self._proof.fooled_by if is_like(answer, text)]
-        if credit.reward and any(credit.reward <= self._probe(item.prompt_id, p) for p in probes):
-            return Credit(0.0)
-        return credit
+        most = max((self._ask(item.prompt_id, text).reward for text in probes), default=-1.0)
+        return Credit(0.0) if 0 < credit.reward <= most else credit
 
 
 def credit_of(verdict: Verdict) -> Credit:

@@ -122,6 +122,21 @@ class Calculator:
         return a / b
 
 
+class Evaluating:
+    """A game that evaluates what the model says, as some packages do."""
+
+    confined = True
+
+    def reset(self, item, seed):
+        return Opening([{"role": "user", "content": item.question}])
+
+    def step(self, action):
+        return Reply([{"role": "user", "content": str(eval(action.text))}])
+
+    def grade(self):
+        return 1.0
+
+
 def make_job(name="Echo", *, max_len=64, **settings):
     """Episodes of `name`, a class of this file or a shipped environment, over the digits task."""
     args = settings.pop("args", {})

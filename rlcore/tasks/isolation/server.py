@@ -32,6 +32,7 @@ from rlcore.tasks import TASKS, isolation, parse_prompt_id
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.grades import as_grade, wants_tokens
 from rlcore.tasks.grading_worker import adopt_orphans, die_with_parent, end_descendants
+from rlcore.tasks.isolation.confine import readable
 from rlcore.tasks.isolation.executed import ArithmeticOnly
 from rlcore.tasks.sandbox.clock import Clock
 from rlcore.tasks.sandbox.confinement import Confinement, make_root, own_mounts
@@ -51,7 +52,7 @@ class IsolationServer:
         self._limits = settings["limits"]
         self._folder, layers = settings["folder"], self._limits["layers"]
         self._chroot = "tmpfs" in layers
-        packages = _packages()
+        packages = readable()
         if self._chroot:  # before a module starts threads
             own_mounts()
             make_root(self._folder, packages.values())
@@ -244,14 +245,6 @@ def _keep(out: int, rules: int | None) -> None:
         os.dup2(above + 1, kept)
         kept += 1
     os.closerange(kept, os.sysconf("SC_OPEN_MAX"))
-
-
-def _packages() -> dict[str, str]:
-    """Folders that a grader may import from while it grades: rlcore, and those of installed
-    packages, but not those of a user's own modules and data."""
-    installed = [path for path in sys.path if path and any(Path(path).glob("*.dist-info"))]
-    found = dict.fromkeys([*installed, str(Path(isolation.__file__).parents[2])])
-    return {str(number): path for number, path in enumerate(found)}
 
 
 def main(fd: int) -> None:
