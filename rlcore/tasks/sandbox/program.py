@@ -28,7 +28,7 @@ MUTABLE = (list, dict, set, bytearray, deque)
 ARRAY = "ndarray"
 DEEPEST = 20  # bases above an exception class that are described
 NODES = ("ListNode", "TreeNode")
-SCRIPT = "main.py"
+SCRIPT, MODULE = "main.py", "solution"
 
 
 class Program:
@@ -68,7 +68,8 @@ class Program:
         source, names, numpy = self._channel.receive()
         if numpy:
             import_numpy(self._names)
-        self._names = vars(_as_module(self._names))
+        # its name stays: what a program does as a script is not done
+        sys.modules["__main__"] = sys.modules[MODULE]
         for name in names:  # the preamble must not define the names that are tested
             self._names.pop(name, None)
         exec(compile(source, "<program>", "exec", dont_inherit=True), self._names)
@@ -182,15 +183,6 @@ class Borrowed:
         return self._program.borrow(self.number, args, keywords)
 
 
-def _as_module(names: dict[str, Any]) -> types.ModuleType:
-    """A module with these names, which its classes and functions say they are of. It is the main
-    module too, but its name is not, so that what a program does as a script is not done."""
-    module = types.ModuleType(names["__name__"])
-    vars(module).update(names)
-    sys.modules[module.__name__] = sys.modules["__main__"] = module
-    return module
-
-
 def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(names that the preamble defines, those of node classes among them). Lets the packages be
     found that programs may import."""
@@ -199,7 +191,9 @@ def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     sys.orig_argv[:] = [sys.executable, SCRIPT]
     for name in ("exit", "quit"):  # of an interpreter that has site-packages
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
-    names: dict[str, Any] = {"__name__": "solution"}
+    # a module, made before any fork: names that a fork copies are memory that it does not share
+    module = sys.modules[MODULE] = types.ModuleType(MODULE)
+    names = vars(module)
     exec(compile(settings["preamble"], "<preamble>", "exec"), names)
     return names, tuple(name for name in NODES if name in names)
 
