@@ -17,10 +17,11 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
     weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
 
 likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
-`mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`, which also takes the maximum
-of `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what returns
-Python numbers: `ais`, `batch_worth_correcting`, `fixed_share`, `obrs_calibrate`, `mismatch_values`
-and `sequence_ess`. In the one-call forms `reduce` sums over ranks.
+`mismatch_values`, `drift_accumulate` with `drift_values` (the input of `StepBound`), and
+`sequence_ess_accumulate` with `sequence_ess`, which also takes the maximum of
+`sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what returns
+Python numbers: `ais`, `batch_worth_correcting`, `drift_values`, `fixed_share`, `obrs_calibrate`,
+`mismatch_values` and `sequence_ess`. In the one-call forms `reduce` sums over ranks.
 """
 
 from collections.abc import Iterable
@@ -53,6 +54,7 @@ from rlcore.corrections.opsm import opsm
 from rlcore.corrections.outliers import outliers
 from rlcore.corrections.rapid import best_of_group, rapid_advantages
 from rlcore.corrections.regimes import batch_worth_correcting, fixed_share, floor_tokens
+from rlcore.corrections.step_bound import StepBound, drift_accumulate, drift_values
 from rlcore.corrections.tis import tis
 from rlcore.corrections.vcpo import (
     sequence_ess,
@@ -75,6 +77,7 @@ __all__ = [
     "JackpotSpec",
     "JackpotTokens",
     "JackpotWeights",
+    "StepBound",
     "TopK",
     "ais",
     "ais_accumulate",
@@ -82,6 +85,8 @@ __all__ = [
     "batch_worth_correcting",
     "best_of_group",
     "dppo",
+    "drift_accumulate",
+    "drift_values",
     "drpo",
     "entropy",
     "fixed_share",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 AGES = 256  # ages that are told apart; older tokens count as of the last
 LONGEST = 128  # tokens of an answer that count: the evidence for a bound an answer ends there
 KEEP = 0.8  # of kappa from one step to the next, where no larger one is measured
-KEEP_FLOOR = 0.5  # of the evidence for a floor, from one measurement to the next
+KEEP_FLOOR = 0.1  # of the evidence for a floor, from one measurement to the next
 LEAST = 0.02  # share of a step below which it is not taken, while others are in flight
 # Largest log ratio that counts, so that one wild token of a batch cannot stop a run: e^3 - 1 - 3 is
 # 16 nats. In a policy that moved, tokens beyond it carry nothing of the KL.

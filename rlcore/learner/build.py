@@ -94,6 +94,13 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     for name in ("tensor_parallel", "expert_parallel"):
         if (count := getattr(spec, name)) > 1 and not engine_class.divides_layers:
             raise UserError.choice(f"learner.{name}", count, ("1",), _UNDIVIDED)
+    unheld = engine_class.rate is TrainEngine.rate or engine_class.hold is TrainEngine.hold
+    if spec.step_bound is not None and unheld:
+        raise UserError(
+            f"learner.step_bound={spec.step_bound:g} needs an engine that tells its rate and holds "
+            f"a step, and learner.engine={spec.engine} lacks rate or hold: set "
+            "learner.step_bound=null."
+        )
     join_ranks(place, device)
     engine_class.prepare(device)
     shards, replicas = join_groups(spec)

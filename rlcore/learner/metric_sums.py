@@ -91,13 +91,14 @@ def take_step(
     what: str,
     kept: int = 0,
     step_scale: float = 1.0,
+    held: bool = False,
 ) -> dict[str, float]:
     """Update the weights from the accumulated gradient; global metrics of the step.
 
     `kept`: tokens in the loss over all ranks, where a sum is declared per kept token;
-    `step_scale` multiplies the learning rate, which is reported as it was used. Raises
-    StageError that names `what`, before anything is updated, when a loss or the gradient is not
-    finite.
+    `step_scale` multiplies the learning rate, which is reported as it was used. `held`: the weights
+    are not updated, and the gradient is cleared. Raises StageError that names `what`, before
+    anything is updated, when a loss or the gradient is not finite.
     """
     totals = sums.over_ranks(reduce, engine.device)
     # before clipping, and on every rank alike, so that all of them refuse the step or none does
@@ -111,4 +112,6 @@ def take_step(
             f"{totals['train/tokens']:.0f} log-probs of the learner not finite."
         )
     metrics = sums.divided(totals, {"kept tokens": kept, "sampled tokens": totals["train/tokens"]})
-    return metrics | {"grad_norm": norm, "lr": engine.step(step_scale)}
+    if held:
+        engine.hold()
+    return metrics | {"grad_norm": norm, "lr": 0.0 if held else engine.step(step_scale)}

@@ -131,6 +131,14 @@ class TrainEngine(ABC):
     def step(self, scale: float = 1.0) -> float:
         """Clip, update and clear; returns the learning rate used: the schedule's times `scale`."""
 
+    def hold(self) -> None:
+        """Optional, with `rate`. End a step without an update: clear the accumulated gradient, and
+        leave weights and moments as they are. The step counts for the schedule."""
+        raise UserError(
+            f"learner.step_bound cannot hold a step of the learner.engine {type(self).__name__}, "
+            "which has no hold: set learner.step_bound=null."
+        )
+
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the weights that `weights` gives, in its order. Not collective."""

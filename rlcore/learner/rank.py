@@ -152,7 +152,7 @@ class LearnerRank(RankState):
             task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
         }
         follows = job.objective.ratio_to == "p_inf"
-        self._bounded = BoundedSteps(None, job.kinds, follows=follows)
+        self._bounded = BoundedSteps(job.learner.step_bound, job.kinds, follows=follows)
         self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
         self._taken = 0  # steps of the phase
         self._steps = 0  # that it has in all
@@ -240,7 +240,9 @@ class LearnerRank(RankState):
         estimates = self._estimate_variance(batch)
         gradient = self._update.run(batch, step, first=first)
         batch.advantages = gradient.advantages
-        _, bounded = self._bounded.scale(batch, step, self.engine, self._reduce, first=first)
+        bound = self._bounded.scale(
+            batch, step, self.engine, self._reduce, first=first, wanted=gradient.step_scale
+        )
         if self._gradient_folder is not None:
             self._gradient = self._looked_at(self._gradient_folder)
         what = f"optimizer step {step}"
@@ -248,14 +250,15 @@ class LearnerRank(RankState):
             batch.metrics
             | estimates
             | gradient.metrics
-            | bounded
+            | bound.metrics
             | take_step(
                 self.engine,
                 gradient.sums,
                 self._reduce,
                 what=what,
                 kept=gradient.kept,
-                step_scale=gradient.step_scale,
+                step_scale=gradient.step_scale * bound.scale,
+                held=bound.held,
             )
         )
         self._bounded.took(step, metrics["lr"])
@@ -336,8 +339,8 @@ class LearnerRank(RankState):
         return found | ({"cosine": dot / (squares * others) ** 0.5} if squares * others else {})
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
-        """Also the coefficient of a KL in the reward, a teacher that was the policy, and what
-        corrections have seen."""
+        """Also the state of the step bound, the coefficient of a KL in the reward, a teacher that
+        was the policy, and what corrections have seen."""
         schedule = run or (lambda write: write())
         if self.rank == 0:
             schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
@@ -348,6 +351,8 @@ class LearnerRank(RankState):
         if self.rank == 0 and self.job.objective.kl_in_reward:
             given = json.dumps({"kl_coef": self._update.kl.value})
             schedule(partial(replace_file, Path(folder) / KL_FILE, given))
+        if self.rank == 0:
+            self._bounded.save(Path(folder), schedule)
         super().save(folder, run)
 
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:

@@ -330,6 +330,13 @@ class LearnerSpec(OptimizerSpec):
         "linear maps of the layers multiply FP8 numbers, forward and backward, by torchao, with a "
         "scale a tensor or a row (emulated on CPU); weights and optimizer stay as they are",
     )
+    step_bound: float | None = setting(
+        0.5,
+        "how far the steps in flight may move the policy together: KL of an answer, of at most 128 "
+        "tokens; a step that would lead beyond is shortened or held. null: off",
+        unit="nats",
+        gt=0,
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations")
     router_replay: bool = setting(
         False,

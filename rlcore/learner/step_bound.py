@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,14 @@ from rlcore.learner.state_files import Schedule
 
 FILE = "step_bound.json"  # of a saved state
 OTHER = "other"  # kind of records of actors that the run no longer has
+
+
+class Bounded(NamedTuple):
+    """What the bound makes of a step. Example: Bounded(0.2, False, {"step_bound/scale": 0.2})"""
+
+    scale: float
+    held: bool  # it is not taken
+    metrics: dict[str, float]
 
 
 class BoundedSteps:
@@ -33,10 +42,17 @@ class BoundedSteps:
         self._last = 0.0  # learning rate of the last step
 
     def scale(
-        self, batch: StepBatch, step: int, engine: TrainEngine, reduce: Reduce, *, first: bool
-    ) -> tuple[float, dict[str, float]]:
-        """The factor of step `step` and its metrics; the batch has been scored. `first` of its
-        update phase."""
+        self,
+        batch: StepBatch,
+        step: int,
+        engine: TrainEngine,
+        reduce: Reduce,
+        *,
+        first: bool,
+        wanted: float = 1.0,
+    ) -> Bounded:
+        """The factor of step `step`, whose batch has been scored. `first` of its update phase;
+        `wanted`: the factor that corrections ask for."""
         if first or self._follows:
             self._since = step
         sent, ref = batch.sent, batch.ref
@@ -54,9 +70,10 @@ class BoundedSteps:
             count=count,
         )
         drift = drift_values(reduce(statistics), count)
-        rate = self._last if self._rule.bound is None else engine.rate()
+        rate = self._last if self._rule.bound is None else engine.rate() * wanted
         found, metrics = self._rule.scale(step, rate, drift, since=self._since)
-        return found, {f"step_bound/{name}": value for name, value in metrics.items()}
+        named = {f"step_bound/{name}": value for name, value in metrics.items()}
+        return Bounded(found, found == 0.0, named)
 
     def took(self, step: int, rate: float) -> None:
         """Note the learning rate that a step has had."""

@@ -263,6 +263,13 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         otherwise="lower `learner.lr` or `schedule.max_staleness`",
     ),
     Metric(
+        "step_bound/scale",
+        "1",
+        "`learner.step_bound`: factor of the step's learning rate; 0: the step was held",
+        healthy="1, or above 0.5",
+        otherwise="[Step bound](step_bound.md)",
+    ),
+    Metric(
         "step_bound/floor",
         "nats",
         "mean k3 of fresh tokens: rounding, sparse attention, drafts",

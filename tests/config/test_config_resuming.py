@@ -85,7 +85,7 @@ FREE = {
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
         "dtype micro_batch_tokens layout share_prefix attention layers fp8 gradient_checkpointing "
         "head_chunk_tokens fp32_head overlap_comm ref_pass activation_cache_mib port "
-        "offload_while_sampling max_threads train_sparse round_as"
+        "offload_while_sampling max_threads train_sparse round_as step_bound"
     ),
     "learner.offload": "optimizer parameters nvme_path pin_memory",
     "learner.lora": "publish",

@@ -103,3 +103,83 @@ def test_state_goes_through_json_to_the_bit():
     other.load(json.loads(json.dumps(rule.state())))
     seen = batch((0, 2, 7, 0.03), (1, 1, 9, 0.2), kinds=2)
     assert other.scale(5, 1e-3, seen) == rule.scale(5, 1e-3, seen)
+
+
+class Plant:
+    """A policy whose answers lie kappa l^2 nats apart after steps of summed length l, and batches
+    that were sampled `lag` versions ago, half of them `older` more."""
+
+    def __init__(self, rule, lag, *, older=0, rate=1e-3, floor=0.0):
+        self.rule, self.lag, self.older, self.rate, self.floor = rule, lag, older, rate, floor
+        self.taken, self.kls, self.scales = [], [], []
+
+    def run(self, steps, kappa):
+        for _ in range(steps):
+            now = len(self.taken)
+            ages = [min(now, self.lag), min(now, self.lag + self.older)]
+            each = [kappa * sum(self.taken[now - age :]) ** 2 / 10 for age in ages]
+            cells = [(0, age, 50, self.floor + own) for age, own in zip(ages, each)]
+            scale, _ = self.rule.scale(now, self.rate, batch(*cells))
+            self.rule.took(now, scale * self.rate)
+            self.taken.append(scale * self.rate)
+            self.kls.append(sum(each) / 2 * 10)
+            self.scales.append(scale)
+        return self
+
+
+@pytest.mark.parametrize("older", [0, 3])
+@pytest.mark.parametrize("lag", [1, 2, 4, 8, 16])
+def test_a_plant_stays_below_twice_the_bound_and_goes_on(lag, older):
+    """Its gain jumps tenfold and falls again: a bound is passed for as long as what was in flight
+    before is, and no longer; the rule is never stuck at 0, and lets go when the gain is small."""
+    plant = Plant(StepBound(0.5), lag, older=older)
+    depth = lag + older + 1
+    first = 100 / depth**2 * 0.5e6  # a hundred times what whole steps may have
+    plant.run(60, first)
+    assert max(plant.kls[depth:]) < 1.0
+    for start in range(depth, 60 - 2 * depth):
+        assert max(plant.scales[start : start + 2 * depth]) > 0
+    assert sum(plant.scales[-depth:]) > 0.07 * depth  # 0.1 each would be all there is
+    plant.run(60, 10 * first)
+    assert max(plant.kls[60 + depth :]) < 1.0
+    plant.run(40 + depth, 1e-4 * first)
+    assert plant.scales[-1] == 1.0
+
+
+def test_steps_are_whole_where_the_samples_agree():
+    """D below an eighth of the bound at age 1, below a third of it from age 4 on."""
+    for lag, share in ((1, 0.24), (2, 0.43), (4, 0.6), (8, 0.75)):
+        kappa = share * 0.5 / (lag * 1e-3) ** 2
+        assert set(Plant(StepBound(0.5), lag).run(60, kappa).scales) == {1.0}, lag
+
+
+def test_a_floor_is_no_movement():
+    on_policy = Plant(StepBound(0.5), 0, floor=0.05).run(20, 1e9)
+    assert set(on_policy.scales) == {1.0}
+    late = [Plant(StepBound(0.5), 2, floor=f).run(40, 4e5) for f in (0.0, 0.05)]
+    assert late[0].scales == pytest.approx(late[1].scales) and min(late[0].scales) < 0.5
+
+
+def test_a_floor_that_rises_holds_steps_until_it_is_measured_again():
+    plant = Plant(StepBound(0.5), 2, floor=0.0).run(10, 1e3)
+    plant.floor = 0.5  # 5 nats an answer: ten times the bound
+    plant.run(60, 1e3)
+    assert 0.0 in plant.scales[10:16] and plant.scales[-1] > 0.5
+    assert plant.rule.scale(70, 1e-3, batch((0, 0, 1, 0.5)))[1]["floor"] == pytest.approx(
+        0.5, rel=0.1
+    )
+
+
+def test_a_phase_measures_to_its_start_and_counts_steps_to_now():
+    rule = StepBound(0.5)
+    for version in range(4):
+        rule.took(version, 1e-3)
+    _, row = rule.scale(4, 1e-3, batch((0, 1, 10, 0.01)), since=2)
+    assert row["kappa"] == pytest.approx(0.1 / 1e-3**2)  # of version 1's step alone
+    assert row["moved"] == pytest.approx(3e-3)
+
+
+def test_nothing_is_scaled_where_no_rate_is_wanted():
+    rule = StepBound(0.5)
+    rule.took(0, 1e-3)
+    assert rule.scale(1, 0.0, batch((0, 1, 10, 5.0)))[0] == 1.0

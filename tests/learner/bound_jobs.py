@@ -1,15 +1,140 @@
 """Jobs of ranks whose steps are bounded."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from learner_helpers import make_groups, make_job, make_place
 
 from rlcore.learner.rank import LearnerRank
+from rlcore.learner.sequences import TokenSequence, of_episode
+from rlcore.learner.state_files import open_state
+from rlcore.types import POLICY, Group
+
+LAG = 2
 
 
-def stale_rows(rank: int, world: int, port: int, model: str, **settings: Any) -> list[dict]:
-    """Rows of three steps on the same six groups of version 0, divided among the ranks."""
-    learner = LearnerRank(make_job(model, **settings), make_place(rank, world, port))
+def sampled(learner: LearnerRank, step: int, version: int) -> list[Group]:
+    """Groups whose log-probs are the policy's own now."""
+    groups = make_groups(6, seed=step, version=version)
+    for group in groups:
+        scores = learner.score([s for e in group.episodes for s in of_episode(e)])
+        group.episodes = [
+            replace(e, parts=[replace(e.parts[0], logp_inf=logp)])
+            for e, logp in zip(group.episodes, scores)
+        ]
+    return groups
+
+
+def own_weights(learner: LearnerRank) -> dict[str, np.ndarray]:
+    """The weights as they are, whole."""
+    return {n: w.numpy() for n, w in learner.published_weights(POLICY, "float32", everywhere=True)}
+
+
+class Late:
+    """A learner whose batches were sampled LAG versions before."""
+
+    def __init__(self, learner: LearnerRank, place: tuple[int, int], lag: int = LAG) -> None:
+        self.learner, self.lag = learner, lag
+        self.share = slice(place[0], None, place[1])
+        self.queue: list[list[Group]] = []
+
+    def run(self, steps: range) -> list[dict[str, float]]:
+        """Steps in turn; rows."""
+        rows = []
+        for step in steps:
+            first = step + len(self.queue)
+            for number in range(first, step + self.lag + 1):
+                self.queue.append(sampled(self.learner, number, step))
+            self.learner.begin_phase([self.queue.pop(0)[self.share]])
+            rows.append(self.learner.train_step(step))
+        return rows
+
+
+def resumed(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
+    """Six late steps whose rate is far too high; the same from the checkpoint after the third."""
+    settings = {"lr": 2e-2, "step_bound": 0.5}
+    late = Late(
+        LearnerRank(make_job(model, **settings), make_place(rank, world, port)), (rank, world)
+    )
+    rows = late.run(range(3))
+    late.learner.save(folder)
+    again = Late(late.learner, (rank, world))
+    again.queue = list(late.queue)
+    rows += late.run(range(3, 6))
+    whole = own_weights(late.learner)
+    late.learner.load(folder)
+    return {
+        "rows": rows,
+        "again": again.run(range(3, 6)),
+        "same": same(whole, own_weights(late.learner)),
+    }
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    """Equal to the bit."""
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def fresh(rank: int, world: int, port: int, model: str) -> list[Any]:
+    """Rows and weights of four steps on fresh samples, with the bound and without it."""
+    found = []
+    for bound in (0.5, None):
+        job = make_job(model, lr=2e-2, step_bound=bound)
+        late = Late(LearnerRank(job, make_place(rank, world, port)), (rank, world), lag=0)
+        found.append((late.run(range(4)), own_weights(late.learner)))
+    return found
+
+
+def held(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, dict[str, Any]]:
+    """By ZeRO stage: three supervised steps, with a held one in their middle and without."""
+    rng = np.random.default_rng(rank)
+    digits = rng.integers(3, 13, (4, 8, 2)).tolist()
+    batches = [[TokenSequence.of_answer([*d, 14], [*d, 1]) for d in batch] for batch in digits]
+    found: dict[str, Any] = {}
+    for stage, dtype in ((0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "float32")):
+        job = make_job(model, zero_stage=stage, dtype=dtype, weight_decay=0.1)
+        plain, held = (LearnerRank(job, make_place(rank, world, port)) for _ in range(2))
+        for step in range(3):
+            plain.sft_step(step, batches[step])
+            if step == 2:
+                _hold(held, batches[3])
+            held.sft_step(step, batches[step])
+        place = Path(folder) / f"{stage}"
+        plain.save(place / "plain")
+        held.save(place / "held")
+        steps = held.engine.optimizer_steps
+        again = LearnerRank(job, make_place(rank, world, port))
+        again.load(place / "held")
+        rows = [one.sft_step(4, batches[3])["grad_norm"] for one in (plain, held, again)]
+        found[f"{stage} {dtype}"] = {
+            "steps": steps,
+            "rows": rows,
+            "same": [same(own_weights(plain), own_weights(one)) for one in (held, again)],
+            "states": _equal_states(place / "plain", place / "held"),
+        }
+    return found
+
+
+def _hold(learner: LearnerRank, batch: list[TokenSequence]) -> None:
+    """A supervised step whose end is a hold."""
+    step, learner.engine.step = learner.engine.step, lambda scale=1.0: learner.engine.hold() or 0.0
+    learner.sft_step(9, batch)
+    learner.engine.step = step
+
+
+def _equal_states(one: Path, other: Path) -> bool:
+    with open_state(one) as a, open_state(other) as b:
+        return a.keys() == b.keys() and all(bool((a[n].whole() == b[n].whole()).all()) for n in a)
+
+
+def stale_rows(rank: int, world: int, port: int, model: str) -> list[dict[str, float]]:
+    """Rows of three unbounded steps on the same six groups of version 0, divided among the
+    ranks."""
+    learner = LearnerRank(make_job(model, step_bound=None), make_place(rank, world, port))
     rows = []
     for step in range(3):
         learner.begin_phase([make_groups(6)[rank::world]])

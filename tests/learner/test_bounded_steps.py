@@ -27,3 +27,30 @@ def test_a_row_has_the_kl_of_an_answer_above_that_of_fresh_tokens(model):
     for a, b in zip(left, right):
         own = {n: v for n, v in a.items() if n.startswith("step_bound/")}
         assert own == {n: v for n, v in b.items() if n in own} and len(own) >= 4
+
+
+def test_a_held_step_leaves_weights_and_moments_and_only_counts(model, tmp_path):
+    """What follows is to the bit as if its batch had never been there, also after a load."""
+    for found in on_ranks(2, jobs.held, model, str(tmp_path)):
+        for stage, out in found.items():
+            assert out["steps"] == 4, stage
+            assert out["states"] and out["same"] == [True, True], stage
+            assert out["rows"][0] == out["rows"][1] == out["rows"][2] > 0, stage
+
+
+def test_a_resumed_learner_takes_the_same_steps(model, tmp_path):
+    for out in on_ranks(2, jobs.resumed, model, str(tmp_path / "state")):
+        scales = [row["step_bound/scale"] for row in out["rows"]]
+        assert scales[0] == 1.0 and min(scales) < 0.5 and max(scales[3:]) < 1.0
+        names = [n for n in out["rows"][0] if not n.startswith("time/")]
+        for row, again in zip(out["rows"][3:], out["again"], strict=True):
+            assert {n: row[n] for n in names} == {n: again[n] for n in names}
+            assert row["lr"] == 2e-2 * row["step_bound/scale"]
+        assert out["same"]
+
+
+def test_fresh_samples_are_trained_on_as_without_a_bound(model):
+    (rows, weights), (free, others) = on_ranks(1, jobs.fresh, model)[0]
+    assert [row["step_bound/scale"] for row in rows] == [1.0] * 4
+    assert [row["lr"] for row in rows] == [row["lr"] for row in free]
+    assert jobs.same(weights, others)

@@ -218,6 +218,7 @@ class ZeroEngine(TrainEngine):
         self.policy = policy
         self.device = device
         self.optimizer_steps = 0
+        self._held = 0  # of them, without an update
         self._threads = torch.get_num_threads()
         self._stage = spec.zero_stage
         self._parks = spec.offload_while_sampling
@@ -346,6 +347,16 @@ class ZeroEngine(TrainEngine):
         self.optimizer_steps += 1
         return rate
 
+    def hold(self) -> None:
+        adam = self._optimizer if self._stage == 0 else self._optimizer.optimizer
+        adam.step = lambda *_, **__: None  # all else that ends a step, on every stage
+        try:
+            self._engine.step()
+        finally:
+            del adam.step
+        self.optimizer_steps += 1
+        self._held += 1
+
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_grad
 
@@ -441,7 +452,7 @@ class ZeroEngine(TrainEngine):
         self._state.unpark()
 
     def save(self, folder: Path, run: Schedule | None = None) -> None:
-        self._state.save(folder, self.optimizer_steps, run)
+        self._state.save(folder, self.optimizer_steps, run, held=self._held)
 
     def load(self, folder: Path) -> None:
-        self.optimizer_steps = self._state.load(folder)
+        self.optimizer_steps, self._held = self._state.load(folder)

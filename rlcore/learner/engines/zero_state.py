@@ -198,37 +198,43 @@ class ZeroState:
 
     # ----- states -----
 
-    def save(self, folder: Path, optimizer_steps: int, run: Schedule | None) -> None:
-        """Write this rank's part of weights and moments, and the step count; `run` schedules the
-        writing.
+    def save(
+        self, folder: Path, optimizer_steps: int, run: Schedule | None, *, held: int = 0
+    ) -> None:
+        """Write this rank's part of weights and moments, and the step count, with those of them
+        that had no update; `run` schedules the writing.
 
         The learning rate is a function of the step and torch's generator is seeded by it, so
         neither has a state.
         """
-        if optimizer_steps and self._parked is None:
+        updates = optimizer_steps - held
+        if updates and self._parked is None:
             self._link_moments()
         parts: dict[str, Part | None] = {}
-        for group, held in self._groups():
+        for group, own in self._groups():
             with self._in_memory(group):
-                tensors = self._tensors(held, optimizer_steps)
+                tensors = self._tensors(own, updates)
                 parts |= {label: self._part(p, key) for label, (p, key) in tensors.items()}
-        write_parts(folder, parts, run, optimizer_steps=optimizer_steps)
+        write_parts(folder, parts, run, optimizer_steps=optimizer_steps, held_steps=held)
 
-    def load(self, folder: Path) -> int:
-        """Load what `save` wrote at any stage and number of ranks; returns its step count.
+    def load(self, folder: Path) -> tuple[int, int]:
+        """Load what `save` wrote at any stage and number of ranks; returns its step count, and the
+        held ones of them.
 
         Raises StageError if names or shapes do not match.
         """
-        optimizer_steps = int(read_index(folder)["optimizer_steps"])
+        index = read_index(folder)
+        optimizer_steps, held = int(index["optimizer_steps"]), int(index.get("held_steps", 0))
+        updates = optimizer_steps - held
         with open_state(folder) as sources:
-            self._refuse_other(folder, sources, self._tensors(self._trained, optimizer_steps))
-            for group, held in self._groups():
+            self._refuse_other(folder, sources, self._tensors(self._trained, updates))
+            for group, own in self._groups():
                 with self._in_memory(group, changed=True):
-                    self._make_moments(group, optimizer_steps)
-                    for label, (p, key) in self._tensors(held, optimizer_steps).items():
+                    self._make_moments(group, updates)
+                    for label, (p, key) in self._tensors(own, updates).items():
                         self._write(p, key, sources[label])
         self._publish_masters()
-        return optimizer_steps
+        return optimizer_steps, held
 
     def _refuse_other(
         self,
@@ -278,10 +284,10 @@ class ZeroState:
         self._publish_masters()
 
     def _tensors(
-        self, params: Mapping[str, nn.Parameter], optimizer_steps: int
+        self, params: Mapping[str, nn.Parameter], updates: int
     ) -> dict[str, tuple[nn.Parameter, str]]:
         """Name in a saved state -> (parameter, key), in the order of the file."""
-        keys = ("weight", *ADAM_STATES) if optimizer_steps else ("weight",)
+        keys = ("weight", *ADAM_STATES) if updates else ("weight",)
         return {f"{key}:{name}": (p, key) for name, p in params.items() for key in keys}
 
     # ----- groups of parameters that are updated together -----
@@ -408,9 +414,9 @@ class ZeroState:
             return None
         return fragment.lp_fragment_address.start, fragment.get_hp_fragment(state).data
 
-    def _make_moments(self, group: int, optimizer_steps: int) -> None:
-        """Create zero moments: Adam creates them at its first step, a loaded state needs them
-        before. After 0 steps there are none.
+    def _make_moments(self, group: int, updates: int) -> None:
+        """Create zero moments: Adam creates them at its first update, a loaded state needs them
+        before. After 0 updates there are none.
         """
         inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
         flats = flat_masters(self._optimizer, self._stage)
@@ -418,14 +424,14 @@ class ZeroState:
             # DeepSpeed's files on disk belong to the tensors that were there first
             old = inner.state.pop(flat, None) if self._on_disk(group) else None
             inner.state.pop(flat, None)
-            if not optimizer_steps and not old:
+            if not updates and not old:
                 continue
             moments = {k: old[k].zero_() if old else torch.zeros_like(flat) for k in ADAM_STATES}
             # the fused kernel wants the count beside the tensors, others want it on the host
             place = flat.device if inner.defaults.get("fused") else None
-            count = torch.tensor(float(optimizer_steps), device=place)
+            count = torch.tensor(float(updates), device=place)
             inner.state[flat] = {"step": count, **moments}
-        if optimizer_steps:
+        if updates:
             self._link_moments()
 
     def _link_moments(self) -> None:
