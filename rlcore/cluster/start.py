@@ -68,7 +68,8 @@ def start_buffer(hosting: Hosting, buffer: ReplayBuffer) -> RayBuffer:
     name = f"buffer-{secrets.token_hex(8)}"
     actor = actor_class(BufferActor, num_cpus=0, name=name, scheduling_strategy=beside_driver())
     handle = actor.remote(ShardFiles(write_shards, read_shards), keep_passes_short)
-    return RayBuffer(handle, name, handle.start.remote(buffer), hosting)
+    started = handle.start.remote(buffer)
+    return RayBuffer(handle, name, started, hosting)  # type: ignore[abstract]  # they are derived
 
 
 def start_scorer(

@@ -77,7 +77,8 @@ def _stopped(config: RunConfig, error: Collapsed, times: int) -> Collapsed:
     rate = holding_rate(rows, error.alarm, config.logging.warnings)
     now = rate_of(config)
     lr = min(rate or now, now / 2)
-    rewards = [row.get("reward/mean") for row in rows if error.alarm <= row["step"] <= error.step]
+    steps = range(error.alarm, error.step + 1)
+    rewards = [row.get("reward/mean") for row in rows if row["step"] in steps]
     fell = f" (reward/mean {number(rewards[0])} to {number(rewards[-1])})" if rewards else ""
     again = f" after {times} rollbacks" if times else ""
     last = f"Its last checkpoint before is {left}" if left else "It has no checkpoint before that"

@@ -74,7 +74,7 @@ def tried_model(lm: Any, *, divided: bool, device: torch.device) -> nn.Module:
     than the CPU, or where it attends to windows that a few tokens do not fill, a small one."""
     if divided or device != CPU or _windowed(lm):
         return short_model(lm).to(device)
-    return lm  # type: ignore[no-any-return]
+    return lm
 
 
 def _windowed(lm: Any) -> bool:
@@ -107,7 +107,7 @@ def short_model(lm: Any) -> nn.Module:
         for p in model.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _layers_of_every_kind(lm: Any) -> int:
@@ -339,8 +339,8 @@ def against_replay(lm: Any, device: torch.device) -> str | None:
     plain = states_of(policy, mb)
     for hook in hooks:
         hook.remove()
-    shape = (*mb.input_ids.shape, small.config.get_text_config().num_hidden_layers)  # type: ignore
-    experts = next(iter(replay.routers.values())).weight.shape[0]  # type: ignore[index, union-attr]
+    shape = (*mb.input_ids.shape, small.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
+    experts = next(iter(replay.routers.values())).weight.shape[0]  # type: ignore[index]
     k = next(iter(chosen.values())).shape[-1]
     own = torch.full((*shape, k), NONE, dtype=torch.int16, device=device)
     for i, ids in chosen.items():
@@ -367,7 +367,7 @@ def against_merging(lm: Any, spec: LoraSpec, device: torch.device) -> str | None
     mb = laid_out(policy)
     adapted = states_of(policy, mb)
     for layer in layers.values():
-        weight = layer.get_base_layer().weight
+        weight: Any = layer.get_base_layer().weight
         weight.copy_(merged(weight, layer))
         factors(layer)[1].zero_()
     return differing(lm, apart(states_of(policy, mb), adapted))

@@ -257,7 +257,7 @@ class Simulation:
             keep_samples=8,
             tasks=scenario.tasks or None,
         )
-        return FakeBuffer(buffer, scenario.nodes)
+        return FakeBuffer(buffer, scenario.nodes)  # type: ignore[abstract]  # they are derived
 
     def make_scorer(self) -> FakeScorer:
         """The graders of the run, which send to `self.buffer`."""
