@@ -40,12 +40,15 @@ SHARED = {  # of slurm and kubernetes
     "env": "{A:b}",
     "grace_s": "9",
     "retries": "1",
+    "idle_gpus": "allow",
 }
 SLURM_IMAGE = "cluster.launch.kind=slurm cluster.launch.container_image=i"
+SLURM_TWO = "cluster.launch.kind=slurm cluster.launch.nodes=2 cluster.launch.learner_nodes=1"
 OWN_NODES = "cluster.launch.kind=kubernetes cluster.launch.learner_nodes=1"
 LAUNCH = {
     "slurm": {
         "start_timeout_s": "9",
+        "interface": "ib0",
         "sbatch": "{time:'1'}",
         "setup": "[ls]",
         "container_image": "mine",
@@ -63,6 +66,7 @@ LAUNCH = {
         "tolerations": "[{key:a}]",
         "image_pull_secrets": "[a]",
         "labels": "{a:b}",
+        "pod": "{spec:{hostNetwork:true}}",
         "head_cpus": "9",
         "head_memory_gib": "9",
     },
@@ -190,6 +194,10 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ]
         for name in ("cpus", "gpus", "memory_gib")
     },
+    "cluster.launch.min_actor_nodes": [
+        ("1", f"{SLURM_TWO} cluster.launch.learner_nodes=0", SLURM_TWO),
+        ("1", f"{SLURM_TWO} cluster.launch.kind=kubernetes", SLURM_TWO),
+    ],
     "logging.project": [("mine", "logging.wandb=disabled", "logging.wandb=offline")],
     "logging.prometheus_host": [("0.0.0.0", "", "logging.prometheus_port=9090")],
     "logging.recorder.max_gib": [("9", "logging.recorder.steps=0", "logging.recorder.steps=4")],
