@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rlcore.files import replace_file
-from rlcore.tasks.isolation import IsolatedGrader, Verdict
+from rlcore.tasks.isolation import IsolatedGrader, IsolatedVerdict
 from rlcore.types import Item
 
 FULL = 1.0
@@ -107,7 +107,7 @@ class ForeignScorer:
         return Credit(0.0) if 0 < credit.reward <= most else credit
 
 
-def credit_of(verdict: Verdict) -> Credit:
+def credit_of(verdict: IsolatedVerdict) -> Credit:
     """A verdict as credit: failures of a proven scorer are those of the answer."""
     if verdict.grade is None:
         return Credit(0.0, verdict.status, verdict.why)

@@ -15,9 +15,9 @@ from rlcore.interfaces import Split, Task
 from rlcore.seeding import derive_seed
 from rlcore.tasks import format_prompt_id, isolation, parse_prompt_id
 from rlcore.tasks.arguments import ArgumentError, integer, one_of
+from rlcore.tasks.code import confining_layers
 from rlcore.tasks.foreign import FULL, ForeignScorer, number, prove
 from rlcore.tasks.grades import tagged_answer
-from rlcore.tasks.isolation.limits import answer_limits
 from rlcore.tasks.proof import default_folder
 from rlcore.types import Grade, Item
 
@@ -73,7 +73,7 @@ class ReasoningGym(Task):
                 "task=reasoning_gym needs the package reasoning-gym, which is not installed: "
                 "pip install 'rlcore[reasoning-gym]'."
             )
-        limits = answer_limits(self.name, timeout_s, confinement)
+        limits = _limits(self.name, timeout_s, confinement)
         self._grader = isolation.IsolatedGrader(NAME, args, NAME, limits)
         self._grader.start()  # so that unsuitable settings are refused
         self._scorer: ForeignScorer | None = None
@@ -141,6 +141,17 @@ class ReasoningGym(Task):
 
     def remarks(self) -> list[str]:
         return self._proof.remarks() if self._scorer is not None else []
+
+
+def _limits(task: str, timeout_s: object, confinement: str) -> isolation.AnswerLimits:
+    """The limits of one answer. Raises ArgumentError for a machine that cannot confine by every
+    layer, unless `confinement` is "reduced"."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ArgumentError(
+            "timeout_s", timeout_s, "is not accepted: give a number of seconds above 0."
+        )
+    layers = confining_layers(f"task {task}", confinement)
+    return isolation.AnswerLimits(timeout_s=float(timeout_s), layers=layers)
 
 
 def _equal(answer: str, reference: str) -> bool:

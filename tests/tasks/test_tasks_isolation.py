@@ -16,7 +16,7 @@ from timing import wait_for_end
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.isolation import IsolatedGrader, Limits
+from rlcore.tasks.isolation import AnswerLimits, IsolatedGrader
 from rlcore.tasks.isolation.own import GraderError, advice, named
 from rlcore.tasks.sandbox import available
 
@@ -167,7 +167,7 @@ def test_secrets_of_the_environment_do_not_reach_a_grader(make, monkeypatch):
 
 
 def test_a_server_that_was_killed_is_replaced_and_ends_with_its_owner():
-    limits = Limits(layers=available())
+    limits = AnswerLimits(layers=available())
     grader = IsolatedGrader("digits", {}, "digits", limits)
     item = make_task("digits", {}).item("train", 0)
     assert grader.grade(item.prompt_id, item.answer).grade.reward == 1.0

@@ -44,7 +44,7 @@ class IsolationError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AnswerLimits:
     """Of one answer. `timeout_s`: seconds of CPU time, and of waiting for anything but a CPU.
     `memory_mib`: address space beyond that of the task. `rule`: one of RULES."""
 
@@ -55,12 +55,12 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class IsolatedVerdict:
     """Outcome of grading one answer.
 
     status: "ok"; "raised", by the grader; "executed", the answer would have been executed and was
     not; "stopped", by a limit or a signal. `why`: in words, "" for "ok".
-    Example: Verdict("ok", Grade(1.0), seconds=0.01)
+    Example: IsolatedVerdict("ok", Grade(1.0), seconds=0.01)
     """
 
     status: str
@@ -86,7 +86,9 @@ class IsolatedGrader:
     name, args, label: of `make_task`. The server starts with the first answer, or with `start`.
     """
 
-    def __init__(self, name: str, args: Mapping[str, Any], label: str, limits: Limits) -> None:
+    def __init__(
+        self, name: str, args: Mapping[str, Any], label: str, limits: AnswerLimits
+    ) -> None:
         self._settings = {
             "task": name,
             "args": dict(args),
@@ -103,7 +105,7 @@ class IsolatedGrader:
             if self._server is None or not self._server.alive:
                 self._server = _Server(self._settings)
 
-    def grade(self, prompt_id: str, response: str, tokens: Sequence[str] = ()) -> Verdict:
+    def grade(self, prompt_id: str, response: str, tokens: Sequence[str] = ()) -> IsolatedVerdict:
         """Grade one answer. Raises IsolationError if the server fails twice, or the machine is too
         busy to judge."""
         started = time.monotonic()
@@ -111,7 +113,7 @@ class IsolatedGrader:
         if found["status"] == "late":
             raise IsolationError(f"this machine is too busy to judge an answer: {found['why']}")
         grade = found.pop("grade", None)
-        return Verdict(
+        return IsolatedVerdict(
             grade=None if grade is None else Grade(**_tuples(grade)),
             seconds=time.monotonic() - started,
             **found,

@@ -63,7 +63,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 SHOWN = 80  # characters
 
 
-class Refused(PermissionError):
+class ExecutionRefused(PermissionError):
     """Raised in place of an event that the rule refuses."""
 
 
@@ -108,7 +108,7 @@ class ArithmeticOnly:
 
     def _refuse(self, why: str) -> None:
         self.why = self.why or why
-        raise Refused(f"isolation: it {why}")
+        raise ExecutionRefused(f"isolation: it {why}")
 
 
 def _is_module(code: CodeType) -> bool:

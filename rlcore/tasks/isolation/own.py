@@ -14,7 +14,7 @@ from rlcore.interfaces import Split, Task
 from rlcore.registry import load_object
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.grades import wants_tokens
-from rlcore.tasks.isolation import IsolatedGrader, Limits, Verdict
+from rlcore.tasks.isolation import AnswerLimits, IsolatedGrader, IsolatedVerdict
 from rlcore.tasks.sandbox.confinement import LAYERS, available
 from rlcore.types import Grade, Item
 
@@ -49,7 +49,7 @@ def isolate(task: Task, name: str, args: Mapping[str, Any], how: object) -> None
             "or leave isolate out and trust the answers.",
         )
     rule = "programs" if how == "programs" else "arithmetic"
-    limits = Limits(TIMEOUT_S, MEMORY_MIB, rule, available())
+    limits = AnswerLimits(TIMEOUT_S, MEMORY_MIB, rule, available())
     grader = IsolatedGrader(name, args, task.name, limits)
     _try(task, grader, how)
 
@@ -62,7 +62,7 @@ def isolate(task: Task, name: str, args: Mapping[str, Any], how: object) -> None
     setattr(task, "grade", grade_tokens if wants_tokens(task.grade) else grade)  # noqa: B010
 
 
-def _read(verdict: Verdict) -> Grade:
+def _read(verdict: IsolatedVerdict) -> Grade:
     """An answer that exceeds a limit, or would have been executed, is wrong: its grader has been
     tried on known answers. Raises GraderError for a grader that raised."""
     if verdict.grade is not None:
