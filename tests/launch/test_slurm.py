@@ -30,13 +30,13 @@ def slurm():
         shutil.rmtree(state, ignore_errors=True)
 
 
-def left_on(slurm, *nodes):
-    """Ray's processes and temporary files on these nodes."""
+def left_on(slurm, job, *nodes):
+    """Ray's processes, and the job's temporary files, on these nodes."""
     found = []
     for node in nodes:
         shown = slurm.on(node, "ps", "-eo", "args").stdout
         found += [line for line in shown.splitlines() if re.search("raylet|gcs_server|ray::", line)]
-        found += [n for n in slurm.on(node, "ls", "/tmp").stdout.split() if n.startswith("rlcore-")]
+        found += [n for n in slurm.on(node, "ls", "/tmp").stdout.split() if n == f"rlcore-{job.id}"]
     return found
 
 
@@ -46,7 +46,7 @@ def cancel(slurm):
     job.end()
     assert job.shown("JobState") == "CANCELLED" and job.shown("Restarts") == "0"
     assert job.newest == job.rows > 0 and "finishing the current step" in job.text
-    assert left_on(slurm, "n1", "n2") == []
+    assert left_on(slurm, job, "n1", "n2") == []
 
 
 def cancel_at_the_start(slurm):
@@ -54,7 +54,7 @@ def cancel_at_the_start(slurm):
     wait_until(lambda: list(job.run_dir.glob("launch/*-n1.log")), 120, "Ray's start", 0.5)
     job.end()
     assert job.shown("JobState") == "CANCELLED" and job.shown("Restarts") == "0"
-    assert job.rows == 0 and left_on(slurm, "n1", "n2") == []
+    assert job.rows == 0 and left_on(slurm, job, "n1", "n2") == []
 
 
 def cancel_by_rlcore(slurm):
