@@ -19,7 +19,12 @@ from rlcore.models.routes import route_bytes
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.registry import load_object
-from rlcore.rollout.checks import attention_heads, check_heads, check_length
+from rlcore.rollout.checks import (
+    attention_heads,
+    check_heads,
+    check_length,
+    check_recurrent,
+)
 from rlcore.rollout.specs import ActorSpec
 from rlcore.serialization import record_bytes
 from rlcore.spec import refuse
@@ -49,6 +54,8 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
                 "both models the same.",
             )
         _check_heads(f"actor.{label}", model, actor)
+        path = actor.draft_path or config.model.path or "the fresh model"
+        check_recurrent(model, actor, key=f"actor.{label}", path=path)
         if (proposing := actor.speculate) is not None:
             key = f"actor.{label}.speculate.path"
             _compatible(config, key, proposing.path, size, tokenizer, "tokens that it proposes")

@@ -5,19 +5,21 @@ Preflight and the engine call the same functions, so that each rule is stated on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
-from rlcore.models.folder import read_config
+from rlcore.models.folder import is_recurrent, read_config
 from rlcore.models.text import load_tokenizer
-from rlcore.rollout.specs import EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob
 
 
 def check_model(job: EngineJob) -> None:
     """Raise UserError if the job's model cannot serve its episodes, ranks or policy."""
     config = read_config(job.model_path)
     check_length(config, job.max_len)
+    check_recurrent(config, job.actor, key=job.key, path=job.model_path)
     check_vocabulary(job.model_path, job.policy_path)
     if (proposing := job.actor.speculate) is not None:
         key = f"{job.key}.speculate.path"
@@ -25,6 +27,33 @@ def check_model(job: EngineJob) -> None:
         check_vocabulary(proposing.path, job.model_path, key=key)
     if job.actor.tensor_parallel > 1:
         check_heads(attention_heads(config), job.actor.tensor_parallel, key=job.key)
+
+
+# Why vLLM 0.32 for CPUs cannot serve recurrent models, by model_type, as it was tried in float32
+RECURRENT_ON_CPU = {
+    "lfm2": "its log-probs are up to 0.3 nats off",
+    "qwen3_next": "its CPU kernels of linear attention need bfloat16",
+    "qwen3_5_text": "it imports torchvision, which the CPU lock leaves out",
+    "jamba": "its build for CPUs lacks the kernel selective_scan_fwd",
+    "bamba": "it has no implementation of it since 0.23",
+    "nemotron_h": "it samples right, but holds the weights under names that cannot be published to",
+    "falcon_h1": "it samples right, but holds the weights under names that cannot be published to",
+}
+
+
+def check_recurrent(
+    config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
+) -> None:
+    """Raise UserError for a model with recurrent layers in an engine of vLLM on a CPU."""
+    if not (is_recurrent(config) and actor.engine == "vllm" and actor.on_cpu):
+        return
+    kind = str(config.get("model_type"))
+    why = RECURRENT_ON_CPU.get(kind, "it was not compared with transformers")
+    raise UserError(
+        f"{key}.engine=vllm cannot serve {path} on a CPU, a model with recurrent layers "
+        f"(model_type={kind}), with vLLM 0.32: {why}; use GPUs ({key}.num_gpus=1), or a model "
+        "whose layers all attend."
+    )
 
 
 def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:

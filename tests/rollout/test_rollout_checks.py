@@ -8,7 +8,13 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer
-from rlcore.rollout.checks import attention_heads, check_heads, check_length, check_vocabulary
+from rlcore.rollout.checks import (
+    attention_heads,
+    check_heads,
+    check_length,
+    check_recurrent,
+    check_vocabulary,
+)
 from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
 
@@ -23,6 +29,28 @@ def test_more_positions_than_the_model_has():
         check_length({"max_position_embeddings": 512}, 513)
     check_length({"max_position_embeddings": 512}, 512)
     check_length({}, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, r"0\.3 nats off"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"]}, "need bfloat16"),
+        ({"model_type": "nemotron_h", "ssm_state_size": 16}, "cannot be published to"),
+        ({"model_type": "another", "mamba_d_state": 16}, "not compared with transformers"),
+    ],
+)
+def test_recurrent_layers_in_an_engine_on_a_cpu(config, why):
+    kind = config["model_type"]
+    with pytest.raises(UserError, match=rf"a\.b\.engine=vllm .* M on a CPU.*={kind}\).*{why}"):
+        check_recurrent(config, ActorSpec(), key="a.b", path="M")
+    check_recurrent(config, ActorSpec(num_gpus=1), key="a.b", path="M")
+
+
+def test_attention_alone_is_no_recurrent_layer():
+    for kinds in (["full_attention"], ["sliding_attention", "full_attention"], None):
+        config = {"model_type": "gemma3_text", "layer_types": kinds}
+        check_recurrent(config, ActorSpec(), key="a.b", path="M")
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(3, (4, 2)), (4, (12, 3))])
