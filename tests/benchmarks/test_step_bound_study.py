@@ -1,0 +1,94 @@
+"""The study of the step bound: its runs, its verdicts, and the ages of its samples."""
+
+import json
+from statistics import fmean
+
+import late_learner
+import pytest
+import step_bound_study as study
+from late_learner import Problem, Sampled
+
+
+def line(cell, final):
+    kept = {"final": final, "mean": final, "curve": [[0, 0.6]], "kl": 0.1, "held": 0}
+    return json.loads(json.dumps({**vars(cell), **kept, "start": "a", "sources": ""}))
+
+
+def ended(**finals):
+    """Lines of every cell; `finals` by arm and size, else 0.7."""
+    return [
+        line(c, finals.get(f"{c.arm} {c.times:g}", 0.7) + 0.001 * c.seed) for c in study.cells()
+    ]
+
+
+def verdicts(lines):
+    return {row["statement"]: row["final"] for row in study.hypotheses(lines)}
+
+
+def test_every_run_is_planned_once_and_the_border_before_the_rest():
+    cells = list(study.cells())
+    assert len({c.key for c in cells}) == len(cells) == 237
+    assert {(c.age, c.seed) for c in cells[:16]} == {(0, 0), (4, 0)}
+    assert {c.times for c in cells if c.arm == "dppo"} == {1.0, 2.0, 4.0}
+
+
+def test_nothing_is_judged_before_three_seeds_of_all_rates():
+    lines = [r for r in ended() if (r["seed"], r["lr"], r["age"]) != (2, study.RATES[0], 0)]
+    said = verdicts(lines)
+    assert said["bound + tis at least -0.03 above on policy, age 4, 2x"] == "not judged"
+    assert said["step_bound at least -0.03 above none, age 4, 0.25x"].startswith("supported")
+
+
+def test_a_statement_needs_its_gate():
+    said = "bound + tis at least -0.03 above on policy, age 4, 2x"
+    assert verdicts(ended())[said].startswith("none, gate not met (else supported")
+    assert verdicts(ended(**{"tis 2": 0.5}))[said].startswith("supported: +0.000")
+    low = {"tis 2": 0.5, "step_bound + tis 2": 0.6}
+    assert verdicts(ended(**low))[said].startswith("refuted: -0.100")
+
+
+def test_the_page_counts_the_runs_of_one_start():
+    lines = ended()[:5]
+    lines[0]["start"] = "b"
+    assert "**4 of 237 runs are there.**" in study.block(lines)
+    assert "1 lines are not counted" in study.block(lines)
+    assert "**0 of 237 runs are there.**" in study.block([])
+
+
+def test_a_reward_is_the_share_of_characters_at_their_places():
+    assert late_learner.reward("1224", "1234") == 0.75
+    assert late_learner.reward("", "12") == 0.0
+    assert late_learner.reward("1234", "12") == 0.5
+
+
+@pytest.mark.parametrize(("lag", "phase"), [(0, 1), (1, 1), (4, 1), (16, 1), (1, 4), (4, 4)])
+def test_samples_have_the_age_that_is_asked_for(monkeypatch, lag, phase):
+    """From the first phase on whose samples can be so old; before, they are of version 0."""
+
+    class Rank:
+        class engine:
+            class policy:
+                lm = None
+
+        def begin_phase(self, groups):
+            self.versions = [own[0].admitted_version for own in groups]
+
+        def train_step(self, step):
+            begun = step - step % phase
+            return {"age": begun - self.versions[step % phase], "begun": begun}
+
+    monkeypatch.setattr(
+        late_learner,
+        "sample",
+        lambda lm, asked, seed: [Sampled([4, 1], [0.0, 0.0], 0.5)] * len(asked),
+    )
+    rows = [row for _, _, row in late_learner.late_steps(Rank(), 24, 0, lag, phase)]
+    assert [r["age"] for r in rows] == [min(lag, r["begun"]) for r in rows]
+    assert len(rows) == 24
+
+
+def test_problems_of_a_batch_depend_on_the_seed_and_its_number_alone():
+    first = late_learner.problems(1, "problems", 3, 4)
+    assert first == late_learner.problems(1, "problems", 3, 4)
+    assert first != late_learner.problems(2, "problems", 3, 4)
+    assert isinstance(first[0], Problem) and 8 <= fmean(len(p.answer) for p in first) <= 16
