@@ -24,6 +24,7 @@ MANY_PARAMETERS = {
     "tasks/code.py: CodeTask.__init__": "a task's parameters are its settings, task.args",
     "tasks/countdown.py: Countdown.__init__": "a task's parameters are its settings, task.args",
     "tasks/file.py: FileTask.__init__": "a task's parameters are its settings, task.args",
+    "tasks/reasoning_gym.py: ReasoningGym.__init__": "a task's parameters are its settings",
 }
 
 

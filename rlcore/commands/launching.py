@@ -123,7 +123,7 @@ def limit_s(text: str) -> int | None:
 
 
 def _asked(script: str) -> Iterator[str]:
-    """What Slurm says to the job without taking it. Raises StageError where it refuses it."""
+    """Slurm's answer to the job, which it does not take. Raises StageError where it refuses it."""
     if shutil.which("sbatch") is None:
         yield "not asked whether Slurm takes the job, since this machine has no sbatch"
         return

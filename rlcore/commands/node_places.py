@@ -37,7 +37,7 @@ class Machine:
     roles: list[Role] = field(default_factory=list)
 
     def takes(self, role: Role) -> bool:
-        """Whether the role may be here and fits."""
+        """Return whether the role may be here and fits."""
         mine = self.of_learner is None or self.of_learner == role.of_learner
         return mine and role.cpus <= self.free_cpus + CLOSE and role.gpus <= self.free_gpus + CLOSE
 

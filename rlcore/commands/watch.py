@@ -62,7 +62,7 @@ def course_of(config: RunConfig) -> Course:
 
 
 def health_of(config: RunConfig) -> Health:
-    """What judges the rows of a run, by its own bounds."""
+    """The judge of a run's rows, by its own bounds."""
     return Health(config.logging.warnings, course_of(config))
 
 

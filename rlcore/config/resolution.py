@@ -30,7 +30,7 @@ def resolved(cfg: DictConfig) -> Any:
 
 
 def _own(written: Any, found: Any, key: str) -> Any:
-    """What `found` has for the keys that are `written`."""
+    """The values of `found` at the keys that are `written`."""
     if isinstance(written, dict) and isinstance(found, dict):
         dot = f"{key}." if key else ""
         return {name: _own(part, found[name], f"{dot}{name}") for name, part in written.items()}

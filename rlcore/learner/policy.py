@@ -271,8 +271,8 @@ class Policy(nn.Module):
         return predicting if mb.sharper is None else predicting * mb.sharper[:, None]
 
     def attending(self, mb: MicroBatch) -> dict[str, Any]:
-        """What the layers are told of a micro-batch's sequences beside their positions, made once
-        for all of them: arguments of the model's forward pass."""
+        """Arguments of the model's forward pass that tell its layers of a micro-batch's sequences,
+        made once for all of them."""
         rows = None
         if self.recurrent and mb.shared is None:
             rows = SequenceRows.of(mb.position_ids)

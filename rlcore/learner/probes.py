@@ -284,7 +284,7 @@ _LOGP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 def _bounds(policy: Policy, mb: MicroBatch) -> dict[str, Any]:
-    """What the policy's attention is told of a micro-batch, and its positions."""
+    """The inputs of the policy's layers for a micro-batch, beside its tokens."""
     return {"position_ids": mb.position_ids, "attention_mask": None, **policy.attending(mb)}
 
 
@@ -339,7 +339,8 @@ def against_replay(lm: Any, device: torch.device) -> str | None:
     plain = states_of(policy, mb)
     for hook in hooks:
         hook.remove()
-    shape = (*mb.input_ids.shape, small.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
+    config: Any = small.config
+    shape = (*mb.input_ids.shape, config.get_text_config().num_hidden_layers)
     experts = next(iter(replay.routers.values())).weight.shape[0]  # type: ignore[index]
     k = next(iter(chosen.values())).shape[-1]
     own = torch.full((*shape, k), NONE, dtype=torch.int16, device=device)

@@ -392,7 +392,7 @@ class LearnerSpec(OptimizerSpec):
 
     @property
     def shortcuts(self) -> tuple[str, ...]:
-        """What the learner tries on its model as it starts (`learner/probes.py`)."""
+        """The shortcuts that the learner tries on its model as it starts (`learner/probes.py`)."""
         named = {
             "repeated passes and the LM head": True,
             "layout": self.layout == "packed" or (self.layout == "auto" and self.device == "cuda"),

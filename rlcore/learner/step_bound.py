@@ -22,7 +22,7 @@ OTHER = "other"  # kind of records of actors that the run no longer has
 
 
 class Bounded(NamedTuple):
-    """What the bound makes of a step. Example: Bounded(0.2, False, {"step_bound/scale": 0.2})"""
+    """A step as the bound allows it. Example: Bounded(0.2, False, {"step_bound/scale": 0.2})"""
 
     scale: float
     held: bool  # it is not taken

@@ -137,7 +137,7 @@ class Health:
         return [alarm.text for alarm in self.alarms]
 
     def lacking(self) -> list[str]:
-        """What keeps rules from having judged the run so far, in words."""
+        """The reasons why rules have not judged the run so far, in words."""
         steps, found = self._past.steps, []
         due = {n: r.due(self._spec) for n, r in self._rules.items() if n != Flat.bound}
         if steps < (most := max(due.values(), default=0)):
@@ -165,7 +165,7 @@ class Health:
         )
 
     def _shown(self) -> str:
-        """What was seen of the rewards and held-out results."""
+        """The rewards and held-out results so far, in words."""
         rewards = [v for row in self._rows if (v := row.get("reward/mean")) is not None]
         start = self._past.start("reward/mean")
         seen = []

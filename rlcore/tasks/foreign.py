@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScorerProof:
-    """What a proof found. `refused`: why the scorer is not proven, "": it is.
+    """The result of a proof. `refused`: why the scorer is not proven, "": it is.
 
     Example: ScorerProof(problems=4, references=4, fooled_by=("nan",), failed=("raised",))
     """

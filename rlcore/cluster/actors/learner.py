@@ -159,7 +159,7 @@ class LearnerActor:
         return True
 
     def shortcuts(self) -> list[str]:
-        """What comparing the shortcuts of this rank's passes with the plain way gave."""
+        """Return the verdicts on the shortcuts of this rank's passes, a sentence each."""
         return [str(verdict) for verdict in self.rank.verdicts]
 
     def address(self, port: int = 0) -> tuple[str, int]:

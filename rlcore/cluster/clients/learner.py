@@ -325,7 +325,7 @@ class RayLearner(LearnerClient):
             group.answers_now(refs, f"the {group.title} to load its checkpoint")
 
     def shortcuts(self) -> list[str]:
-        """What the ranks found of the shortcuts that they might take, a sentence each."""
+        """Return the verdicts on the shortcuts that the ranks might take, a sentence each."""
         return list(self.policy.answers_now(self.policy.ask("shortcuts"), "its shortcuts")[0])
 
     def export(self, folder: str) -> None:

@@ -47,7 +47,7 @@ class HeldOut:
 
 @dataclass(slots=True)
 class Past:
-    """What rules need of rows that may have left the window; `add` takes every row in order."""
+    """Facts of rows that may have left the window; `add` takes every row in order."""
 
     steps: int = 0
     floor: float = 0.0  # k3 of fresh tokens: what rounding and sparse attention bring
@@ -183,7 +183,7 @@ class Rule(ABC):
         return True
 
     def lacks(self, window: Window) -> str:
-        """What it lacks, to have judged a run of enough steps, in words; "" nothing."""
+        """The facts it lacks to have judged a run of enough steps, in words; "" none."""
         missing = [name for name in self.needs if not window.values(name)]
         absent = all(name not in row for row in window.rows for name in missing)
         return "" if not missing or (self.optional and absent) else f"no {' or '.join(missing)}"

@@ -11,7 +11,7 @@ PROCESS_CLOCK = 2  # of another process: what its threads and it have used of th
 
 
 class Tally:
-    """What the server must know of a runner's children to charge for them, in memory that the
+    """The facts that the server needs of a runner's children to charge for them, in memory that the
     runner shares with it, and no child: the one that runs, and the seconds of those that ended."""
 
     SIZE = 32
