@@ -264,6 +264,8 @@ def _doctor(given: Given) -> int:
     from rlcore.config.verbs import FORECAST
 
     rates = given.among(FORECAST)
+    if (run := given.text("run")) is not None:
+        return _doctor_run(given, run)
     if rates and not given.settings:
         key, value = next(iter(rates.items()))
         raise UserError(f"{key}={value} forecasts a run: name its keys too, such as experiment=.")
@@ -274,6 +276,21 @@ def _doctor(given: Given) -> int:
     if calibrate and (config is None or not start):
         raise UserError("calibrate=true starts steps of a run: name its keys, and no start=false.")
     return doctor(config, rates, start=start, calibrate=calibrate, as_json=given.flag("json"))
+
+
+def _doctor_run(given: Given, run: str) -> int:
+    others = [*given.settings, *(f"{k}={v}" for k, v in given.own.items() if k not in _OF_A_RUN)]
+    if others:
+        raise UserError(f"run={run} is judged by its own rows and settings: leave out {others[0]}.")
+    if not (Path(run) / "config.yaml").is_file():
+        raise UserError(f"run={run} holds no run: it has no config.yaml.")
+    config = config_of(replace(given, settings=(f"run_dir={run}",)))
+    from rlcore.commands.doctor_run import doctor_run
+
+    return doctor_run(config, as_json=given.flag("json"))
+
+
+_OF_A_RUN = ("run", "json", "config_dir")  # keys of doctor
 
 
 def _replay(given: Given) -> int:

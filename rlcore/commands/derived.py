@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.buffer.admission import StalenessBound
 from rlcore.cluster.specs import joined_address
 from rlcore.config.kinds import dvp_of
 from rlcore.config.places import tied_by
@@ -324,3 +325,17 @@ def _described(actor: ActorSpec) -> str:
     if actor.kind == "draft":
         return f"a draft model, {dtype}"
     return f"the policy in {dtype}"
+
+
+def steps_in_flight(config: RunConfig) -> str:
+    """A sentence on what bounds the steps in flight; "" where there are none."""
+    bound, age = config.learner.step_bound, StalenessBound.of(config.schedule).cap
+    if not age:
+        return ""
+    old = f"samples are up to {age} step{'s' if age > 1 else ''} old"
+    if bound is None:
+        return f"{old}, and nothing bounds the steps meanwhile (learner.step_bound=null)"
+    return (
+        f"{old}; steps are shortened or held where these would lead answers further than "
+        f"{bound:g} nats from the policy (learner.step_bound)"
+    )

@@ -318,6 +318,7 @@ def _learner(config: RunConfig) -> list[str]:
         f"{_count(derived.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
         *([derived.describe_threads(config)] if spec.device == "cpu" else []),
+        *filter(None, [derived.steps_in_flight(config)]),
         *_changed(spec),
         f"tried on the model only as it starts: {', '.join(spec.shortcuts)}",
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),

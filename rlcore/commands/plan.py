@@ -69,6 +69,8 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
         result = forecast(fleet)
         print(_line(fleet, result), flush=True)
         found.append((fleet, result))
+    for line in _bounded(config, max(f.staleness_mean for _, f in found)):
+        print(line)
     if len(config.actor) > 1:
         print("\n".join([plan_mix.UNKNOWN] if kinds is None else _mix(config, words, kinds)))
     if "out" in words:
@@ -132,7 +134,17 @@ def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
         f"staleness {f.staleness_mean:.2f} steps in the mean, {f.staleness_max:.0f} at most; "
         f"{f.train_tokens_per_s:,.0f} tokens trained on per second",
         f"{waits}; {idle}",
+        *_bounded(config, f.staleness_mean),
     ]
+
+
+def _bounded(config: RunConfig, age: float) -> list[str]:
+    """A line on what lateness does to steps, which a forecast of times does not show."""
+    said = derived.steps_in_flight(config)
+    if not said:
+        return []
+    least = f", of which each may take 1/{age + 1:.1f} of that way" if "held" in said else ""
+    return [f"{said}{least}; rlcore doctor run=DIR gives the rates once rows show them"]
 
 
 def _duration(seconds: float) -> str:

@@ -58,6 +58,7 @@ def course_of(config: RunConfig) -> Course:
         staleness_bound=bound.cap,
         takes_turns=bound.synchronous,
         compares_groups=advantage_class(config.algorithm.advantage).compares_group,
+        lr=config.learner.lr,
     )
 
 

@@ -300,8 +300,10 @@ VERBS: Mapping[str, Verb] = {
                 "rlcore doctor [start=false] [json=true]",
                 "rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [calibrate=true] "
                 "[json=true]",
+                "rlcore doctor run=DIR [json=true]",
             ),
             (
+                Key("run", "a run: the largest learning rate by the age of its samples", "folder"),
                 Key("start", "false: start nothing, only look", "flag", "true"),
                 Key("calibrate", "measure where a set-point of pages begins", "flag", "false"),
                 JSON,

@@ -145,7 +145,7 @@ class StepBound:
             steps = sqrt(drift.mean([(age + later + 1.0) ** 2 for age in range(AGES)])) or 1.0
             found = min(1.0, max(0.0, min(whole / steps, whole - moved)) / rate)
             found = 0.0 if found < LEAST and moved > 0.0 else found
-        return found, metrics | {"scale": found}
+        return found, metrics | {"scale": found, "bound": self.bound}
 
     def _measure(self, drift: Drift, way: Sequence[float]) -> dict[str, float]:
         """Update floors and kappa; metrics. `way` [AGES]: summed lengths since a token of each

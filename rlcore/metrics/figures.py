@@ -190,6 +190,10 @@ CHARTS = (
         _each("staleness/{}", "mean", "max", "in_flight_mean", "in_buffer_mean"),
     ),
     Chart(FRESH, "Age of trained tokens", ("staleness/share_<age>",), stacked=True),
+    Chart(
+        AGREE, "KL of an answer by steps in flight", ("step_bound/answer_kl", "step_bound/bound")
+    ),
+    Chart(AGREE, "Share of a step that the step bound left", ("step_bound/scale",)),
     Chart(AGREE, "KL(p_inf || p_ref)", ("mismatch/kl_k1", "mismatch/kl_k3")),
     Chart(
         AGREE,

@@ -80,7 +80,7 @@ class Health:
 
     def __init__(self, spec: WarningsSpec, course: Course) -> None:
         self._spec = spec
-        self._course = course
+        self.course = course
         self._rules = {
             name: rule
             for name, rule in RULES.items()
@@ -122,7 +122,7 @@ class Health:
     def _window(self, rule: Rule) -> Window:
         count = min(len(self._rows), rule.rows(self._spec))
         rows = list(islice(self._rows, len(self._rows) - count, None))
-        return Window(rows, self._course, self._past)
+        return Window(rows, self.course, self._past)
 
     def resume(self, rows: Iterable[Row]) -> None:
         """Continue after these rows of the same run, whose alarms have been given."""

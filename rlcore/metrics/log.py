@@ -3,9 +3,9 @@
 {"time": "2026-01-31T12:00:05.250Z", "role": "driver", "level": "info", "event": "note",
 "text": "continuing from step_000005"}
 
-`event` is "note", "alarm" (a warning; also with its `rule` and `step`), "activity", "step" (the
-console's line of it), "failed" (with its traceback) or "stderr" (what a process of the run wrote
-there; `role` is its name and process id).
+`event` is "note", "alarm" (a warning; also with its `rule` and `step`), "step_bound" (that it
+shortens steps; with its `step`), "activity", "step" (the console's line of it), "failed" (with its
+traceback) or "stderr" (what a process of the run wrote there; `role` is its name and process id).
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class LogSink(Sink):
     def alarm(self, alarm: Alarm) -> None:
         facts = {"rule": alarm.rule, "step": alarm.step}
         self._write("alarm", alarm.text, level="warning", facts=facts)
+
+    def told(self, event: str, step: int, text: str) -> None:
+        self._write(event, text, facts={"step": step})
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
         waits = f", waits for {waits_for}" if waits_for else ""

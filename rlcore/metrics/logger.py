@@ -32,6 +32,7 @@ from rlcore.metrics.sinks import (
     wandb_mode,
 )
 from rlcore.metrics.specs import LoggingSpec
+from rlcore.metrics.step_lengths import ShortSteps
 from rlcore.registry import resolve
 
 KEPT = 100  # steps; the file holds at most twice as many
@@ -87,10 +88,13 @@ class RunHealth(Sink):
         self.health = health
         self._run_dir = run_dir
         self._new: list[Alarm] = []
+        self._short = ShortSteps(health.course)
+        self.short: str | None = None  # what the newest row says of the step bound
 
     def log(self, row: Row) -> None:
-        self._new = []
+        self._new, self.short = [], None
         self._new = self.health.add(row)
+        self.short = self._short.add(row)
         row[ALARM] = float(len(self.health.speaking))
 
     def take(self) -> list[Alarm]:
@@ -103,7 +107,9 @@ class RunHealth(Sink):
 
     def resume_at(self, step: int) -> None:
         # after JsonlSink, whose rows these are: their alarms have been given
-        self.health.resume(read_rows(self._run_dir / METRICS))
+        rows = read_rows(self._run_dir / METRICS)
+        self.health.resume(rows)
+        self._short.resume(rows)
 
 
 RETRY_S = 60.0  # between two tries of a sink that has failed
@@ -142,8 +148,13 @@ class MetricsLogger:
             # the run folder is another command's from now on
             self.sinks = [sink for sink in self.sinks if not sink.in_folder]
             raise
-        for alarm in judge.take() if judge is not None else ():
+        if judge is None:
+            return
+        for alarm in judge.take():
             self._tell(alarm)
+        step, said, judge.short = int(clean["step"] or 0), judge.short, None
+        if said is not None:
+            self._each(lambda sink: sink.told("step_bound", step, said))
 
     def _tell(self, alarm: Alarm) -> None:
         for sink in [*self.sinks, *filter(None, [self._health])]:

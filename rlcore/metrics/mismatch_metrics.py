@@ -269,6 +269,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         healthy="1, or above 0.5",
         otherwise="[Step bound](step_bound.md)",
     ),
+    Metric("step_bound/bound", "nats", "`learner.step_bound`, for step_bound/answer_kl"),
     Metric(
         "step_bound/floor",
         "nats",

@@ -55,6 +55,10 @@ class Sink(ABC):
         """A rule of `logging.warnings` speaks for the first time, after the row of its step."""
         self.note(f"warning: {alarm.text}")
 
+    def told(self, event: str, step: int, text: str) -> None:
+        """A finding about the row of a step that is no warning, after that row."""
+        self.note(text)
+
     def activity(self, name: str, waits_for: str, step: int) -> None:
         """Record the run's activity and the object of its wait from now on, after `step` steps."""
 

@@ -60,6 +60,14 @@ def test_what_would_be_started_is_printed_and_nothing_is_written(tmp_path, capsy
     assert not ray.is_initialized() and not list(tmp_path.iterdir())
 
 
+def test_what_bounds_the_steps_in_flight_is_said(capsys):
+    late = printed(capsys, "run_dir=x", "schedule=async", "schedule.max_staleness=4")
+    assert "samples are up to 4 steps old; steps are shortened or held" in late
+    off = printed(capsys, "run_dir=x", "learner.step_bound=null")
+    assert "nothing bounds the steps meanwhile (learner.step_bound=null)" in off
+    assert "steps are shortened" not in printed(capsys, "run_dir=x", "schedule=on_policy")
+
+
 def test_the_form_of_episodes_is_said(capsys):
     words = ("run_dir=runs/x", "task=higher_lower", "environment=higher_lower")
     assert "episodes     plain text, without tools" in printed(capsys, *words)

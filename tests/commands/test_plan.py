@@ -30,7 +30,9 @@ def test_a_fleet_is_forecast_from_given_rates_for_several_sizes(tmp_path, capsys
     # 64 answers of about 8 tokens, 8 at a time: the actors are what limits
     assert one["bottleneck"] == "actors" and one["actors"] == {"bf16": 1}
     assert two["step_s"] < 0.7 * one["step_s"]
-    assert capsys.readouterr().out.count("bf16") == 2
+    shown = capsys.readouterr().out
+    assert shown.count("bf16") == 2
+    assert "samples are up to 1 step old; steps are shortened or held" in shown
     assert drawn.read_text().count("<polyline") == 2  # sampled, and trained on
 
 

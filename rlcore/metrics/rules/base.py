@@ -34,6 +34,7 @@ class Course:
     staleness_bound: int = 0  # the largest age of a trained token, in optimizer steps
     takes_turns: bool = False  # generation and learning wait for each other by design
     compares_groups: bool = True  # advantages compare the samples of a group
+    lr: float = 0.0  # learner.lr; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

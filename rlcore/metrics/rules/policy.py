@@ -75,8 +75,14 @@ class AnswerKl(Fast):
             window,
             spec,
             f"the steps since then moved it further than they bear; {_slower(*above[0])}, or lower "
-            "schedule.max_staleness",
+            f"schedule.max_staleness{_unbounded(row)}",
         )
+
+
+def _unbounded(row: Row) -> str:
+    """Advice where the steps in flight have no bound."""
+    known = bool(row.get("staleness/max")) and "step_bound/scale" not in row
+    return f", or set learner.step_bound={HOLDS:g}" if known else ""
 
 
 def _slower(nats: float | None, row: Row) -> str:
@@ -101,7 +107,8 @@ class EffectiveSamples(Fast):
             window,
             spec,
             "the samples hardly speak for the learner's policy; lower learner.lr or "
-            "schedule.max_staleness, or choose more precise actors or another correction",
+            "schedule.max_staleness, or choose more precise actors or another correction"
+            f"{_unbounded(window.rows[-1])}",
         )
 
 
@@ -132,7 +139,7 @@ class Fallen(Fast):
             window,
             spec,
             "lower learner.lr, and go on from a checkpoint of before "
-            "(schedule.on_collapse=rollback does both)",
+            f"(schedule.on_collapse=rollback does both){_unbounded(window.rows[-1])}",
         )
 
 
