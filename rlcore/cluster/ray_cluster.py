@@ -81,6 +81,7 @@ def cluster(
     address, named = joined_address(spec.address), named_address(spec.address)
     if address == AUTO:
         address = _of_this_machine()
+        named = f"{named} ({address})"
     cpus = 0
     if address is None:
         cpus = _local_cpus(spec, needed_cpus, needed_gpus)
@@ -150,8 +151,11 @@ def check_cluster(
         _local_cpus(spec, needed_cpus, needed_gpus)
         _check_store(spec, store_bytes)
     else:
-        found = _of_this_machine() if address == AUTO else address
-        _check_reachable(found, named_address(spec.address))
+        named = named_address(spec.address)
+        if address == AUTO:
+            address = _of_this_machine()
+            named = f"{named} ({address})"
+        _check_reachable(address, named)
 
 
 def _check_store(spec: RaySpec, store_bytes: int) -> None:

@@ -70,7 +70,8 @@ class TaskAdvantages:
             rewards, ids = sent.rewards[rows], sent.group_ids[rows]
             return sequence_advantages(advantage, rewards, ids, reduce, lengths[rows])
 
-        return self._by_rows(batch, torch.zeros_like(sent.rewards), of)
+        none = torch.zeros_like(sent.rewards, dtype=torch.float32)
+        return self._by_rows(batch, none, of)
 
     def of_turns(self, batch: StepBatch, reduce: Reduce) -> Tensor:
         """[B, K] float32: the advantage of each turn, or of each token instead of a turn, from

@@ -151,7 +151,7 @@ def test_auto_names_the_cluster_which_must_answer(monkeypatch):
     found = [raylet(address, ME), raylet("10.0.0.1:1", "another")]
     monkeypatch.setattr(psutil, "process_iter", lambda attrs: found)
     needs = {"needed_cpus": 1, "needed_gpus": 0}
-    said = f"{address} does not answer"
+    said = rf"cluster.address=auto \({address}\) does not answer"
     with pytest.raises(UserError, match=said), cluster(spec("auto"), **needs):
         pass
 

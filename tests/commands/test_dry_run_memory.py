@@ -82,6 +82,9 @@ def hollow_folder(folder, kind, settings):
     return at / 2
 
 
+ROOM = ("cluster.launch.gpus_per_node=12", "cluster.launch.idle_gpus=allow")
+
+
 def words(tmp_path, experiment, *more):
     row = json.dumps({"problem": "1+1", "solution": "\\boxed{2}", "answer": "2"})
     (tmp_path / "d.jsonl").write_text("\n".join([row] * 600))
@@ -113,12 +116,13 @@ def test_a_dense_model_of_32b_fits_16_gpus_and_is_refused_on_fewer_ranks(
         "checkpoint 30.5",
     ):
         assert part in shown, (part, shown)
-    assert main(words(tmp_path, "dense_32b_16gpus", "learner.ranks=8")) == 2
+    fewer = ("learner.ranks=8", "cluster.launch.idle_gpus=allow")
+    assert main(words(tmp_path, "dense_32b_16gpus", *fewer)) == 2
     said = capsys.readouterr().err
     for part in ("cluster.launch.gpu_memory_gib=79", "learner rank 79.0 GiB", "moments 45.8"):
         assert part in said, (part, said)
     assert "raise learner.ranks" in said and "learner.offload.optimizer=cpu" in said
-    moved = ("learner.ranks=8", "learner.offload.optimizer=cpu")
+    moved = (*fewer, "learner.offload.optimizer=cpu")
     assert main(words(tmp_path, "dense_32b_16gpus", *moved)) == 0, capsys.readouterr().err
     assert "states on the host 45.8" in capsys.readouterr().out
     tight = ("cluster.launch.gpu_memory_gib=72", "actor.fp8.gpu_memory_utilization=0.2")
@@ -186,7 +190,7 @@ def test_a_critic_with_a_model_of_its_own_is_counted(tmp_path, capsys, no_cluste
 
 def test_the_learners_own_nodes_hold_what_its_ranks_keep_on_the_host(tmp_path, capsys, no_cluster):
     hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
-    launch = ("cluster.launch.kind=kubernetes", "cluster.launch.nodes=3")
+    launch = ("cluster.launch.kind=kubernetes", "cluster.launch.nodes=3", *ROOM)
     nodes = ("cluster.launch.learner_nodes=1", "cluster.launch.memory_gib_per_node=64")
     run = words(tmp_path, "dense_32b_16gpus", *launch, *nodes)
     assert main(run) == 2
@@ -216,7 +220,7 @@ def test_the_models_of_teachers_are_counted(tmp_path, capsys, no_cluster):
 def test_the_engine_of_a_teacher_has_a_gpu_of_its_own_and_its_memory(tmp_path, capsys, no_cluster):
     hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
     hollow_folder(tmp_path / "small", "Qwen3Config", QWEN3_1_7B)
-    base = words(tmp_path, "dense_32b_16gpus", "algorithm=distill")
+    base = words(tmp_path, "dense_32b_16gpus", "algorithm=distill", *ROOM)
     assert main([*base, "teacher=policy"]) == 0
     gpus = [x for x in capsys.readouterr().out.splitlines() if x.startswith("resources")]
     engine = [*base, "teacher=engine", "teacher.engine.num_gpus=1"]

@@ -76,6 +76,7 @@ def test_the_clock_of_the_wall_decides_nothing():
         in ("time.time", "datetime.now", "datetime.datetime.now", "time.perf_counter")
     ]
     # the hour beside a note, the date of an entry of log.jsonl, the Unix times that Prometheus is
-    # given, and for how long a watched run has done what it does
-    shown = ("metrics/console.py", "metrics/log.py", "metrics/prometheus.py", "metrics/sinks.py")
+    # given, for how long a watched run has done what it does, and when a job was submitted
+    metrics = ("console.py", "log.py", "prometheus.py", "sinks.py")
+    shown = (*(f"metrics/{name}" for name in metrics), "launch/job.py")
     assert all(c.startswith(shown) for c in calls), calls

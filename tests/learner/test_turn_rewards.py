@@ -103,7 +103,8 @@ def test_a_long_episode_s_penalty_is_of_its_last_token(model, credit):
     # 3, 5 and 4 of 10 tokens, over the last 9 of which the penalty rises to 1
     penalty = torch.tensor([-2 / 9, -4 / 9, -3 / 9])
     (plain, before), (shaped, after) = found.values()
-    torch.testing.assert_close(after.sent.rewards - before.sent.rewards, penalty)
+    added = after.sent.rewards - before.sent.rewards
+    torch.testing.assert_close(added.float(), penalty)
     torch.testing.assert_close(
         after.turns.rewards.sum(1) - before.turns.rewards.sum(1), penalty.double()
     )

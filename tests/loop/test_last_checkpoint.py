@@ -272,7 +272,7 @@ def test_a_full_disk_is_waited_for_and_no_longer_than_the_key_says(tmp_path, mon
         def row(values):
             if full:
                 raise NoSpace("metrics.jsonl could not be written: No space (900 bytes are needed)")
-            plain(values)
+            return plain(values)
 
         run.reporter.row = row
         full.append(True)
