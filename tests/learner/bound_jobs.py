@@ -42,20 +42,22 @@ class Late:
         self.share = slice(place[0], None, place[1])
         self.queue: list[list[Group]] = []
 
-    def run(self, steps: range) -> list[dict[str, float]]:
-        """Steps in turn; rows."""
+    def run(self, steps: range, *, traced: bool = False) -> list[dict[str, float]]:
+        """Steps in turn; rows. `traced`: as rlcore replay executes them."""
         rows = []
         for step in steps:
             first = step + len(self.queue)
             for number in range(first, step + self.lag + 1):
                 self.queue.append(sampled(self.learner, number, step))
             self.learner.begin_phase([self.queue.pop(0)[self.share]])
-            rows.append(self.learner.train_step(step))
+            took = self.learner.traced_step(step)[0] if traced else self.learner.train_step(step)
+            rows.append(took)
         return rows
 
 
 def resumed(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
-    """Six late steps whose rate is far too high; the same from the checkpoint after the third."""
+    """Six late steps whose rate is far too high; from the checkpoint after the third the same, and
+    the fourth by a replay."""
     settings = {"lr": 2e-2, "step_bound": 0.5}
     late = Late(
         LearnerRank(make_job(model, **settings), make_place(rank, world, port)), (rank, world)
@@ -66,12 +68,19 @@ def resumed(rank: int, world: int, port: int, model: str, folder: str) -> dict[s
     again.queue = list(late.queue)
     rows += late.run(range(3, 6))
     whole = own_weights(late.learner)
+    queue = list(again.queue)
     late.learner.load(folder)
-    return {
-        "rows": rows,
-        "again": again.run(range(3, 6)),
-        "same": same(whole, own_weights(late.learner)),
-    }
+    found = {"rows": rows, "again": again.run(range(3, 6))}
+    found["same"] = same(whole, own_weights(late.learner))
+    late.learner.load(folder)
+    again.queue = queue
+    return found | {"replayed": again.run(range(3, 4), traced=True)}
+
+
+def composed(rank: int, world: int, port: int, model: str) -> list[dict[str, float]]:
+    """Five late steps that VCPO shortens, too."""
+    job = make_job(model, corrections={"vcpo": {}}, lr=2e-2, step_bound=0.5)
+    return Late(LearnerRank(job, make_place(rank, world, port)), (rank, world)).run(range(5))
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:

@@ -2,7 +2,10 @@
 
 import bound_jobs as jobs
 import pytest
-from learner_helpers import make_groups, on_ranks, small_model
+from learner_helpers import PlainEngine, make_groups, make_job, make_place, on_ranks, small_model
+
+from rlcore.errors import UserError
+from rlcore.learner import build
 
 pytestmark = pytest.mark.ranks
 
@@ -51,6 +54,28 @@ def test_a_resumed_learner_takes_the_same_steps(model, tmp_path):
             assert untimed(row) == untimed(again)
             assert row["lr"] == 2e-2 * row["step_bound/scale"]
         assert out["same"]
+        assert untimed(out["replayed"][0]) == untimed(out["rows"][3])
+        assert out["replayed"][0]["step_bound/scale"] < 1.0
+
+
+def test_a_correction_and_the_bound_shorten_a_step_together(model):
+    rows = on_ranks(1, jobs.composed, model)[0]
+    assert min(row["correction/vcpo/step_scale"] for row in rows) < 0.99
+    assert min(row["step_bound/scale"] for row in rows) < 0.5
+    for row in rows:
+        factors = row["correction/vcpo/step_scale"] * row["step_bound/scale"]
+        assert row["lr"] == pytest.approx(2e-2 * factors)
+        if row["step_bound/scale"] < 1:  # with the steps in flight, what all of them may be
+            whole = (row["step_bound/bound"] / row["step_bound/kappa"]) ** 0.5
+            assert row["lr"] + row["step_bound/moved"] <= max(
+                whole * (1 + 1e-6), row["step_bound/moved"]
+            )
+
+
+def test_an_engine_without_a_rate_is_refused_while_there_is_a_bound(monkeypatch):
+    monkeypatch.setattr(build, "resolve", lambda *args, **kwargs: PlainEngine)
+    with pytest.raises(UserError, match=r"lacks rate or hold: set learner\.step_bound=null"):
+        build.build_parts(make_job("nowhere"), make_place(0, 1, 1))
 
 
 def test_fresh_samples_are_trained_on_as_without_a_bound(model):
