@@ -202,6 +202,13 @@ def test_advice_names_what_may_execute_an_answer(tmp_path):
     (line,) = advice("file", {"grader": names})
     assert line.startswith(f"{names[0]} names eval, which may") and "isolate=true" in line
     assert advice("file", {"grader": names, "isolate": True}) == []
+    task = tmp_path / "task.py"
+    task.write_text(
+        "class Task:\n    def grade(self, item, response):\n        return eval(response)\n"
+    )
+    (line,) = advice(f"{task}:Task", {})
+    assert line.startswith(f"{task}:Task names eval")
+    assert advice("json:loads", {}) == [] == advice("math:sqrt", {})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,7 +111,7 @@ def advice(name: str, args: Mapping[str, Any]) -> list[str]:
     sources = [given] if isinstance(given, str) else list(given)
     lines = []
     for source in [*sources, *([name] if ":" in name else [])]:
-        found = sorted(named(_source(load_object(source))) & DANGEROUS)
+        found = sorted(named(_source(source)) & DANGEROUS)
         if found:
             lines.append(
                 f"{source} names {', '.join(found)}, which may execute what the model writes: "
@@ -119,13 +120,19 @@ def advice(name: str, args: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _source(grader: Any) -> str:
-    """The source of the file that a grader is from; "" where there is none."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(grader))
-    except TypeError:  # of an object that is no function or class: that of its class
-        path = inspect.getsourcefile(type(grader))
-    return Path(path).read_text() if path else ""
+def _source(grader: str) -> str:
+    """The source of the file that a grader "package.module:name" or "path/to/file.py:name" is
+    from; "" where there is none."""
+    code = getattr(inspect.unwrap(load_object(grader)), "__code__", None)
+    module = grader.rpartition(":")[0]
+    if code is not None:
+        path: str | None = code.co_filename
+    elif module.endswith(".py"):
+        path = module
+    else:
+        path = getattr(sys.modules.get(module), "__file__", None)
+    found = Path(path).expanduser() if path else None
+    return found.read_text() if found and found.suffix == ".py" and found.is_file() else ""
 
 
 def named(source: str) -> set[str]:
