@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def export(
     folder = named_or_newest(config, named, note)
     if folder is None:
         raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
-    refuse(Path(out).exists(), f"out={out} exists: choose another folder.")
+    refuse(os.path.lexists(out), f"out={out} exists: choose another folder.")
     prepared = prepare(config, trains=False, evaluates=False)
     progress = checkpoint.state_of(folder)
     model_path = str(progress["model_path"])

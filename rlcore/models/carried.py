@@ -36,14 +36,20 @@ _FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloa
 
 def carried_files(source: str | Path) -> Iterator[Path]:
     """Paths within a model folder of all files but its weights, their index, config.json and
-    what an earlier export wrote of a run; not of further models in folders beneath it."""
-    root = Path(source)
-    for parent, folders, names in os.walk(root):
-        inner = Path(parent).relative_to(root)
+    what an earlier export wrote of a run; not of further models in folders beneath it. Links count
+    as what they lead to, as in a hub's cache; one that leads nowhere is no file."""
+    root, seen = Path(source), set()
+    for parent, folders, names in os.walk(root, followlinks=True):
+        inner, real = Path(parent).relative_to(root), Path(parent).resolve()
         folders[:] = sorted(f for f in folders if not _is_another(Path(parent) / f))
+        if real in seen:  # a link to a folder above it
+            folders[:] = []
+            continue
+        seen.add(real)
         for name in sorted(names):
             own = not inner.parts and name in _OWN
-            if not own and not _WEIGHTS.fullmatch(name):
+            is_file = (Path(parent) / name).is_file()
+            if is_file and not own and not _WEIGHTS.fullmatch(name):
                 yield inner / name
 
 

@@ -4,11 +4,13 @@ Face data set was saved to, and sets in the local cache of Hugging Face."""
 from __future__ import annotations
 
 import csv
+import errno
 import glob
 import gzip
 import io
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,8 +88,12 @@ def rows(
     if not isinstance(path, str) and isinstance(path, Sequence):
         if not path:
             raise ArgumentError(argument, "[]", "lists no file.")
-        each = (row for one in path for _, row in rows(argument, str(one), split))
-        yield from enumerate(each, 1)
+        files = [Path(str(one)).expanduser() for one in path]
+        if all(_reader(file) is not None and file.is_file() for file in files):
+            yield from _numbered(argument, files)
+        else:
+            each = (row for one in path for _, row in rows(argument, str(one), split))
+            yield from enumerate(each, 1)
         return
     if str(path).startswith(CACHED):
         yield from _numbered(argument, _cached(argument, str(path), split))
@@ -137,6 +143,12 @@ def _reader(file: Path) -> Callable[[str, Path], Iterator[tuple[int, Row]]] | No
 
 def _open(file: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
+
+
+def _require_unique(argument: str, file: Path, names: Sequence[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ArgumentError(argument, file, f"has the column {min(twice)} twice.")
 
 
 def _bad(argument: str, file: Path, number: int, why: str) -> ArgumentError:
@@ -255,9 +267,7 @@ def _csv(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
     number = 0
     try:
         names = next(reader, [])
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ArgumentError(argument, file, f"has the column {min(twice)} twice.")
+        _require_unique(argument, file, names)
         for values in reader:
             if not values:
                 continue
@@ -278,6 +288,7 @@ def _parquet(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
     import pyarrow.parquet
 
     try:
+        _require_unique(argument, file, pyarrow.parquet.read_schema(file).names)
         yield from enumerate(_values(pyarrow.parquet.read_table(file)), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ArgumentError(argument, file, f"cannot be read as Parquet: {error}.") from error
@@ -294,6 +305,7 @@ def _arrow(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
             source.seek(0)
             opened = pyarrow.ipc.open_file if seekable else pyarrow.ipc.open_stream
             table = opened(source).read_all()
+            _require_unique(argument, file, table.schema.names)
             yield from enumerate(_values(table), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ArgumentError(argument, file, f"cannot be read as Arrow: {error}.") from error
@@ -360,7 +372,10 @@ def is_pattern(path: str) -> bool:
 def _matching(argument: str, pattern: str) -> list[Path]:
     """The files of a pattern by name, numbers by their value. Raises ArgumentError."""
     found = [Path(name) for name in glob.glob(pattern, recursive=True)]
-    files = _ordered(file for file in found if file.is_file())
+    _require_targets(argument, pattern, found)
+    # by what links lead to: `**` follows a link to a folder above it over and over
+    own = {file.resolve(): file for file in sorted(found, reverse=True) if file.is_file()}
+    files = _ordered(own.values())
     if not files:
         raise ArgumentError(argument, pattern, "matches no file.")
     odd = [file.name for file in files if _reader(file) is None]
@@ -381,10 +396,11 @@ def _ordered(files: Iterable[Path]) -> list[Path]:
 def _in_folder(argument: str, folder: Path, split: str | None) -> list[Path]:
     """The data files of a folder, which are of one split. Raises ArgumentError for files of several
     formats, and for a set of numbered files that is not whole."""
-    inside = _ordered(folder.rglob("*"))
-    hidden = [f for f in inside if any(p.startswith(".") for p in f.relative_to(folder).parts)]
-    files = [f for f in inside if f not in hidden and f.is_file() and _reader(f) is not None]
-    files = [file for file in files if not _ABOUT.fullmatch(file.name)]
+    inside = [file for file in _ordered(_below(folder)) if _reader(file) is not None]
+    _require_targets(argument, folder, inside)
+    files = [f for f in inside if f.is_file() and not _ABOUT.fullmatch(f.name)]
+    if not files:
+        return []
     forms = sorted({Path(file.name.lower().removesuffix(".gz")).suffix for file in files})
     if len(forms) > 1:
         raise ArgumentError(
@@ -402,6 +418,34 @@ def _in_folder(argument: str, folder: Path, split: str | None) -> list[Path]:
         chosen = splits[_chosen(argument, folder, list(splits), split)]
     _require_whole(argument, folder, chosen)
     return chosen
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """The entries of a folder and of those in it, also behind links; none that are hidden."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if (real := Path(parent).resolve()) in seen:
+            folders[:] = []
+        else:
+            seen.add(real)
+            yield from (Path(parent) / name for name in names if not name.startswith("."))
+
+
+def _require_targets(argument: str, place: object, files: Sequence[Path]) -> None:
+    """Raise ArgumentError for a link to a file that is not there."""
+    lost = next((f for f in files if f.is_symlink() and _is_lost(f)), None)
+    if lost is not None:
+        why = f"holds {lost.name}, a link to a file that is not there: copy the file, or remove it."
+        raise ArgumentError(argument, place, why)
+
+
+def _is_lost(link: Path) -> bool:
+    try:
+        link.stat()
+    except OSError as error:  # ELOOP: too many links on the way, by which it is reached as well
+        return error.errno == errno.ENOENT
+    return False
 
 
 def _require_whole(argument: str, place: object, files: Sequence[Path]) -> None:
@@ -502,9 +546,26 @@ def _of_split(
 
 
 def _numbered(argument: str, files: Sequence[Path]) -> Iterator[tuple[int, Row]]:
-    """Rows of several files, counted on."""
-    count = 0
+    """Rows of several files, counted on. Raises ArgumentError for files of other columns than the
+    first has, which are not of the same data; rows of JSON have no columns."""
+    count, first = 0, None
     for file in files:
-        for _, row in _read(argument, file):
+        table = Path(file.name.removesuffix(".gz")).suffix.lower() in (".csv", ".parquet", ".arrow")
+        for number, row in _read(argument, file):
+            if table and number == 1:
+                first = first or (file, set(row))
+                _require_same(argument, file, set(row), *first)
             count += 1
             yield count, row
+
+
+def _require_same(
+    argument: str, file: Path, columns: set[str], first: Path, wanted: set[str]
+) -> None:
+    if odd := sorted(columns ^ wanted):
+        has, lacks = (file, first) if odd[0] in columns else (first, file)
+        why = (
+            f"has other columns than {first.name}: {has.name} has {odd[0]} and {lacks.name} has "
+            "not; list the files that are meant."
+        )
+        raise ArgumentError(argument, file, why)

@@ -103,6 +103,23 @@ def test_weights_of_other_formats_and_of_other_models_are_not_carried(tmp_path):
     assert not [path for path in found if path.endswith((".pth", ".index.json"))]
 
 
+def test_links_of_a_hub_s_cache_are_exported_as_the_files_behind_them(tmp_path):
+    build_layout("llama3", tmp_path / "blobs")
+    (tmp_path / "blobs" / "code").mkdir()
+    (tmp_path / "blobs" / "code" / "own.py").write_text("x = 1")
+    source = tmp_path / "snapshots" / "abc"
+    source.mkdir(parents=True)
+    for path in (tmp_path / "blobs").iterdir():
+        (source / path.name).symlink_to(f"../../blobs/{path.name}")
+    (source / "lost.json").symlink_to("../../blobs/lost.json")
+    (source / "self").symlink_to(".")
+    out = _exported(source, tmp_path / "out")
+    _same_files(source, out)
+    assert (out / "code" / "own.py").read_text() == "x = 1"
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    assert not (out / "self").exists() and not (out / "lost.json").exists()
+
+
 def test_an_export_inside_its_source_does_not_hold_itself(tmp_path):
     source = build_layout("qwen2.5", tmp_path / "source")
     out = _exported(source, source / "exports" / "one")

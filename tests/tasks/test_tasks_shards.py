@@ -91,6 +91,57 @@ def test_what_a_folder_or_a_pattern_cannot_mean_is_said(tmp_path):
     assert asked(read(strange)) == ["of this name"]
 
 
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_files_of_other_columns_are_not_one_set(tmp_path, form):
+    for name, columns in (("a", ["question", "answer"]), ("b", ["question"]), ("c", ["answer"])):
+        if form == "csv":
+            text = "\n".join([",".join(columns), ",".join("x" * len(columns))])
+            (tmp_path / f"{name}.csv").write_text(text)
+        else:
+            table = pyarrow.table({column: ["x"] for column in columns})
+            pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    said = f"a.{form} has answer and b.{form} has not"
+    assert said in refusal(tmp_path) and said in refusal(tmp_path / f"*.{form}")
+    assert said in refusal([tmp_path / f"{name}.{form}" for name in "ab"])
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"a": 1}\n{"a": 2, "b": 3}\n')
+    (tmp_path / "rows" / "b.jsonl").write_text('{"c": 1}\n')
+    assert len(read(tmp_path / "rows")) == 3  # rows of JSON have no columns
+
+
+def test_a_column_that_stands_twice_is_said(tmp_path):
+    table = pyarrow.table([pyarrow.array([1.0]), pyarrow.array([2.0])], names=["a", "a"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "x.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("x.parquet", "x.arrow"):
+        assert f"{name} has the column a twice." in refusal(tmp_path / name)
+
+
+def test_links_count_as_what_they_lead_to(tmp_path):
+    for i in (0, 1):
+        parquet(tmp_path / "blobs" / f"{i}.bin", f"q{i}")
+        link = tmp_path / "snapshots" / "data" / f"train-{i}.parquet"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(f"../../blobs/{i}.bin")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "data").symlink_to("../snapshots/data")
+    (tmp_path / "set" / "data" / "self").symlink_to("..")
+    for path in (tmp_path / "snapshots", tmp_path / "set", tmp_path / "set" / "**" / "*.parquet"):
+        assert asked(read(path)) == ["q0", "q1"], path
+    (tmp_path / "blobs" / "1.bin").unlink()
+    for path in (tmp_path / "set", tmp_path / "snapshots" / "data" / "*.parquet"):
+        assert "holds train-1.parquet, a link to a file that is not there" in refusal(path)
+
+
+def test_hidden_files_are_not_of_a_set(tmp_path):
+    parquet(tmp_path / ".train.parquet", "hidden")
+    for path, said in ((tmp_path, "no folder of data files"), (tmp_path / "*", "matches no file")):
+        assert said in refusal(path) and said in refusal(path, "train")
+    parquet(tmp_path / "nested" / "deeper" / "train.parquet", "shown")
+    assert asked(read(tmp_path)) == asked(read(tmp_path, "train")) == ["shown"]
+
+
 def test_shards_are_words_of_the_command_line(tmp_path, monkeypatch):
     shards(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
