@@ -15,8 +15,8 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ray._raylet import GcsClient
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
 POLL_S = 1.0
 NEWS_S = 60.0  # nodes that are missing are named this often

@@ -80,8 +80,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.path", config.model.path
     for label, task in config.tasks.items():
         yield from _named(config.task_key(label), task.args)
-    for label, task in config.evaluation.tasks.items():
-        yield from _named(f"evaluation.tasks.{label}", task.args)
+    for label, evaluated in config.evaluation.tasks.items():
+        yield from _named(f"evaluation.tasks.{label}", evaluated.args)
 
 
 def _named(key: str, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

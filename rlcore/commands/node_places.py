@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from rlcore.commands import derived
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
+from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 
 CLOSE = 1e-6  # shares of a CPU or a GPU add up to whole ones
@@ -58,7 +59,7 @@ class Machine:
 
 def roles(config: RunConfig) -> list[Role]:
     """Every process of the run that asks for resources."""
-    engines = dict(config.actor)
+    engines: dict[str, ActorSpec] = dict(config.actor)
     if (plain := derived.evaluation_actor(config)) is not None:
         engines["evaluation"] = plain
     if config.teacher.kind == "engine":

@@ -16,8 +16,8 @@ from rlcore.spec import refuse
 FILE = "launch/jobs.jsonl"
 LOG = re.compile(r"(.*)/launch/slurm-\d+\.out")
 ENDED = "ENDED"  # of a job that Slurm has forgotten
-OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
-OVER = (*OVER, "PREEMPTED", "TIMEOUT", ENDED)
+_ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
+OVER = (*_ENDS, "PREEMPTED", "TIMEOUT", ENDED)
 ANSWER_S = 60.0  # deadline of a question to Slurm
 
 
@@ -71,7 +71,8 @@ def _read(line: str) -> SlurmJob | None:
     if log is None:
         return None
     names = ("JobId", "JobState", "Reason", "NodeList", "Restarts")
-    return SlurmJob(*(value.get(name, "") for name in names), run_dir=log[1])
+    job, state, reason, nodes, restarts = (value.get(name, "") for name in names)
+    return SlurmJob(job, state, reason, nodes, restarts, log[1])
 
 
 def refuse_another(run_dir: str) -> None:

@@ -23,6 +23,7 @@ WRONG = _WRONG.split(" ")
 PROBLEMS = 3
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_own_scorers_and_reward_functions_are_proven(tmp_path):
     rows = [scorers_page.own(name, task) for name, task in scorers_page.tasks(tmp_path)]
