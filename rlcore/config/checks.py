@@ -152,7 +152,7 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
         transport == "ipc" and len(shared) < len(gpus) and not colocated,
         "cluster.transport=ipc reads the learner's memory on the same GPU, so learner.num_gpus and "
         "actor.*.num_gpus must be shares of one, such as 0.5 each, or schedule.colocated=true has "
-        "them take turns: use nccl for GPUs of their own.",
+        "them take turns: for GPUs of their own, use nccl.",
     )
     foreign = [label for label, actor in c.actor.items() if actor.engine != "vllm"]
     refuse(

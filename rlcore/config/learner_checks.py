@@ -279,10 +279,11 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     eta = c.schedule.max_staleness
     stale = "under which samples are of older weights than the learner's: use schedule=on_policy"
     yield f"schedule.max_staleness={eta}", not c.schedule.synchronous, stale
-    heat = {f"{c.task_key(n)}": c.rollout_of(n).temperature for n in c.tasks}
-    for key, value in heat.items():
-        scaled = "by which engine and learner scale logits in other operations: use 1"
-        yield f"a temperature of {value:g} of {key}", value != 1, scaled
+    scaled = "by which engine and learner scale logits in other operations: use 1"
+    for name, task in c.tasks.items():
+        own = getattr(task, "temperature", None) is not None
+        key, value = c.task_key(name) if own else "rollout", c.rollout_of(name).temperature
+        yield f"{key}.temperature={value:g}", value != 1, scaled
     for name, on in (("top_p", r.top_p < 1), ("top_k", r.top_k > 0), ("min_p", r.min_p > 0)):
         cut = "whose kept sets engine and learner sum in other orders: leave it off"
         yield f"rollout.{name}={getattr(r, name)}", on, cut
@@ -291,7 +292,7 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     unproven = "which is not proven so: leave it out"
     yield "environments", bool(c.played), unproven
     yield "model.diffusion", c.model.diffusion is not None, unproven
-    one = "which divides sums by size: use one core"
+    one = "which divides sums by size: use 1"
     yield f"learner.num_cpus={learner.num_cpus:g}", learner.threads > 1, one
     yield f"learner.num_gpus={learner.num_gpus:g}", learner.num_gpus > 0, unproven
     yield f"learner.dtype={learner.dtype}", learner.compute_dtype != "float32", unproven
@@ -318,10 +319,11 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
     plain = c.learner.round_as not in (None, label)
     yield f"rounding={actor.rounding}", plain, "another policy than learner.round_as: leave it out"
     yield f"dtype={actor.dtype}", actor.compute_dtype != "float32", unproven
-    one = "which divides sums by size: use one core"
+    one = "which divides sums by size: use 1"
     yield f"num_cpus={actor.num_cpus:g}", actor.num_cpus >= 2, one
     yield f"tensor_parallel={actor.tensor_parallel}", actor.tensor_parallel > 1, unproven
-    yield "cpu_fast_path=false", not actor.cpu_fast_path, "vLLM's own kernels: leave it true"
+    slow = "vLLM's own kernels: use cpu_fast_path=true"
+    yield "cpu_fast_path=false", not actor.cpu_fast_path, slow
     wrong = actor.wrong_logits or "temperature_scale"
     off = bool(actor.wrong_logits) or actor.temperature_scale != 1
     yield f"{wrong}={getattr(actor, wrong):g}", off, "which is an error on purpose: leave it out"
@@ -361,7 +363,7 @@ def check_fp8(c: RunConfig) -> None:
     refuse(
         learner.zero_stage == 3,
         f"{fp8} keeps the weights that learner.zero_stage=3 gathers until the backward pass, so "
-        "that a rank would hold the whole model: choose 0, 1 or 2.",
+        "that a rank would hold the whole model: choose learner.zero_stage=0, 1 or 2.",
     )
     others = [
         ("learner.lora", learner.lora is not None),

@@ -71,7 +71,7 @@ def _check_experts(spec: LearnerSpec, key: str) -> None:
     parts = f"{key}.expert_parallel={spec.expert_parallel}"
     refuse(
         spec.zero_stage == 3,
-        f"{parts} is not proven with {key}.zero_stage=3: choose 0, 1 or 2.",
+        f"{parts} is not proven with {key}.zero_stage=3: choose zero_stage=0, 1 or 2.",
     )
     others = {
         f"{key}.sequence_parallel={spec.sequence_parallel}": spec.sequence_parallel > 1,
@@ -110,7 +110,7 @@ def _check_together(spec: LearnerSpec, key: str) -> None:
     )
     refuse(
         split and spec.zero_stage == 3,
-        f"{parts} divides what {key}.zero_stage=3 divides too: choose 0, 1 or 2.",
+        f"{parts} divides what {key}.zero_stage=3 divides too: choose zero_stage=0, 1 or 2.",
     )
     refuse(
         split and spec.offload_while_sampling,
@@ -485,7 +485,7 @@ class LearnerSpec(OptimizerSpec):
         refuse(
             self.zero_stage == 3,
             f"{kept} needs whole weights, and {key}.zero_stage=3 gathers them for one pass at a "
-            "time: choose 0, 1 or 2.",
+            "time: choose zero_stage=0, 1 or 2.",
         )
 
     def _check_distill(self, key: str) -> None:
@@ -501,7 +501,7 @@ class LearnerSpec(OptimizerSpec):
         refuse(
             self.zero_stage == 3,
             f"{key}.zero_stage=3 splits the weights that {key}.distill's sparse copy shares: "
-            "choose 0, 1 or 2.",
+            "choose zero_stage=0, 1 or 2.",
         )
 
 

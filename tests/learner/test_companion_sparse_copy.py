@@ -86,5 +86,5 @@ def test_the_policy_itself_can_be_trained_sparsely(model):
 
 
 def test_a_sparse_copy_of_partitioned_weights_is_refused():
-    with pytest.raises(UserError, match=r"learner\.zero_stage=3 .*choose 0, 1 or 2"):
+    with pytest.raises(UserError, match=r"learner\.zero_stage=3 .*choose zero_stage=0, 1 or 2"):
         LearnerSpec(zero_stage=3, distill=DistillSpec()).check("learner")
