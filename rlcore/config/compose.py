@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlcore.config import resuming
 from rlcore.config.checks import check
@@ -489,7 +489,9 @@ def _lay_over(cfg: DictConfig, values: Iterable[Override], config_dir: str | Pat
                 value = value if named is None else named
                 OmegaConf.update(cfg, key, value, merge=named is None, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as e:
-            raise UserError(f"{word} does not fit: {one_line(e)}.") from e
+            open_ = isinstance(e, GrammarParseError) and "${" in str(word)
+            remedy = r": close it by }, or write \${ for a text with ${" if open_ else ""
+            raise UserError(f"{word} does not fit: {one_line(e)}{remedy}.") from e
         # now, since the next word may set one of its keys
         name_environments(cfg, environments)
 

@@ -5,6 +5,8 @@ import pytest
 from remedies import refusal, remedies, works
 from test_config_refusals import REFUSED
 
+from rlcore.config.compose import load
+
 VALUE = "the value is one of the user's: a path, a name, a number"
 FORM = "it says which form a word has, and nothing tells which word was meant"
 RULE = "it says the rule that the values break, and several of them can be changed"
@@ -117,3 +119,14 @@ def test_a_remedy_that_does_not_work_is_noticed():
     # the present state is no remedy, and another value is
     assert not remedies(words, "learner.lr=-1 does not fit model.max_len=128: it has seed=0.")
     assert remedies(words, "learner.lr=-1 does not fit: set learner.lr=2.") == [[["learner.lr=2"]]]
+
+
+@pytest.mark.parametrize("text", ["${x", "cost ${x now", "a ${", "数 ${x"])
+def test_an_open_interpolation_names_two_remedies_that_work(text):
+    sentence = refusal([f"model.system_prompt={text}"])
+    assert r"close it by }, or write \${" in sentence
+    escaped = text.replace("${", r"\${")
+    config = load(["run_dir=x", f"model.system_prompt={escaped}"])
+    assert config.model.system_prompt == text
+    closed = load(["run_dir=x", f"model.system_prompt={text.partition('$')[0]}a ${{seed}}"])
+    assert closed.model.system_prompt == f"{text.partition('$')[0]}a 0"
