@@ -347,6 +347,8 @@ def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
         lines += [*map(str, nodes), *check_idle(config, nodes)]
     elif address is None:
         lines.append(f"{spec.object_store_mib} MiB of shared memory for the object store")
+    else:
+        lines.append("it is not joined: whether it holds these roles is seen as the run starts")
     if (kernels := run_kernels(config, trial=False)) is not None:
         tried = "chosen by a trial at the start" if kernels.source == "unknown" else str(kernels)
         lines.append(f"matrix kernels: {tried}")

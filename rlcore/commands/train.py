@@ -15,6 +15,7 @@ from typing import Any
 
 from rlcore.cluster.process_tuning import short_passes
 from rlcore.cluster.ray_cluster import idle_gpus
+from rlcore.cluster.specs import joined_address
 from rlcore.commands import derived
 from rlcore.commands.about import kernel_news, limit_facts, note_in_about, run_kernels, write_about
 from rlcore.commands.collapsed import go_back, slowed
@@ -323,8 +324,11 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
         kept = start.state.get("model_path")
         model_path = str(kept) if kept else starting_model(config, prepared, note)
         config = with_drafts(config, prepared, note)
-        for line in (*prepared.remarks, *idle_gpus(derived.needed(config)[1])):
+        for line in prepared.remarks:
             note(line)
+        if joined_address(config.cluster.address) is not None:
+            for line in idle_gpus(derived.needed(config)[1]):
+                note(line)
         for label, actor in config.actor.items():
             note(derived.describe_actor(label, actor, config.model.max_len))
         began = time.monotonic()

@@ -196,7 +196,7 @@ def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
     assert _difference(again[1][0], weights) == 0.0 and again[1][2] == 2
     files = sorted(p.name for p in (tmp_path / "stage3").iterdir())
     parts = [f"learner-{rank:05d}-00000.safetensors" for rank in range(world)]
-    assert files == [*parts, "learner.json"]
+    assert files == [*parts, "learner.json", "step_bound.json", "update.json"]
     assert json.loads((tmp_path / "stage3" / "learner.json").read_text())["optimizer_steps"] == 1
 
 
