@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -262,21 +262,23 @@ class Hosted:
         lock = threading.Lock()
         while True:
             try:
-                call_id, name, args = loads(link.recv_bytes())
+                call_id, name, args, given = loads(link.recv_bytes())
             except (EOFError, OSError):
                 return
-            self._begin(name, args).add_done_callback(
+            self._begin(name, args, given).add_done_callback(
                 lambda done, i=call_id, called=name: _reply(link, lock, i, called, done)
             )
 
-    def _begin(self, name: str, args: Sequence[Any]) -> Future[Any]:
+    def _begin(
+        self, name: str, args: Sequence[Any], given: Mapping[str, Any]
+    ) -> Future[Any]:
         if name == "__ray_ready__":
             return self._pools[""].submit(lambda: True)
         method = getattr(self._actor, name)
         if self._loop is not None:
-            return asyncio.run_coroutine_threadsafe(method(*args), self._loop)
+            return asyncio.run_coroutine_threadsafe(method(*args, **given), self._loop)
         group = getattr(method, "__ray_concurrency_group__", "")
-        return self._pools[group].submit(method, *args)
+        return self._pools[group].submit(method, *args, **given)
 
 
 def _reply(
@@ -339,14 +341,16 @@ class Link:
         self._connection = Connection(client.detach())
         threading.Thread(target=self._receive, args=(self._connection,), daemon=True).start()
 
-    def call(self, name: str, args: Sequence[Any], refs: list[Ref]) -> None:
+    def call(
+        self, name: str, args: Sequence[Any], given: Mapping[str, Any], refs: list[Ref]
+    ) -> None:
         with self._lock:
             if self._connection is None:
                 return _die(refs, name)
             call_id = next(self._ids)
             self._waiting[call_id] = name, refs
             with contextlib.suppress(OSError):  # the thread that receives sees it
-                self._connection.send_bytes(dumps((call_id, name, args)))
+                self._connection.send_bytes(dumps((call_id, name, args, given)))
 
     def _receive(self, connection: Connection) -> None:
         while True:
@@ -413,16 +417,16 @@ class Method:
     def options(self, num_returns: int) -> Method:
         return Method(self.handle, self.name, num_returns)
 
-    def remote(self, *args: Any) -> Any:
+    def remote(self, *args: Any, **given: Any) -> Any:
         refs = [Ref() for _ in range(self.returns)]
         awaited = [a for a in args if isinstance(a, Ref)]
         if all(a.future.done() for a in awaited):
-            self._send(args, refs)
+            self._send(args, given, refs)
         else:  # as with Ray, the call goes out once its arguments are there
-            threading.Thread(target=self._send, args=(args, refs), daemon=True).start()
+            threading.Thread(target=self._send, args=(args, given, refs), daemon=True).start()
         return refs[0] if self.returns == 1 else refs
 
-    def _send(self, args: Sequence[Any], refs: list[Ref]) -> None:
+    def _send(self, args: Sequence[Any], given: Mapping[str, Any], refs: list[Ref]) -> None:
         try:
             wait([a.future for a in args if isinstance(a, Ref)])
             values = [a.value() if isinstance(a, Ref) else a for a in args]
@@ -430,7 +434,7 @@ class Method:
             for ref in refs:
                 ref.future.set_exception(e)
             return
-        self.handle._link().call(self.name, values, refs)
+        self.handle._link().call(self.name, values, given, refs)
 
 
 def _path(actor: str) -> str:
