@@ -84,6 +84,7 @@ def cluster(
         named = f"{named} ({address})"
     cpus = 0
     if address is None:
+        _check_temporary()
         cpus = _local_cpus(spec, needed_cpus, needed_gpus)
         _check_store(spec, store_bytes)
     # A leftover of this machine's last run must not be joined by accident: the address is always
@@ -148,6 +149,7 @@ def check_cluster(
     joined, since it may hang: only its port is tried. Raises UserError."""
     address = joined_address(spec.address)
     if address is None:
+        _check_temporary()
         _local_cpus(spec, needed_cpus, needed_gpus)
         _check_store(spec, store_bytes)
     else:
@@ -156,6 +158,28 @@ def check_cluster(
             address = _of_this_machine()
             named = f"{named} ({address})"
         _check_reachable(address, named)
+
+
+# behind the folder that Ray is given, of the longest path of a socket, which Linux holds to 107
+# characters: /ray/session_2026-11-28_00-56-08_123456_4194304/sockets/plasma_store
+_SOCKET = 68
+_MOST = 107 - _SOCKET
+
+
+def _check_temporary() -> None:
+    """Raise UserError for a folder of temporary files in which a local Ray cannot start."""
+    name = next((n for n in ("RAY_TMPDIR", "TMPDIR") if n in os.environ), None)
+    if name is None:
+        return
+    folder = os.environ[name]
+    said, instead = f"the environment has {name}={folder}", "set RAY_TMPDIR=/tmp"
+    if len(os.fsencode(folder)) > _MOST:
+        raise UserError(
+            f"{said}, under which the paths of Ray's sockets are longer than Linux allows: use at "
+            f"most {_MOST} characters, or {instead}."
+        )
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{said}, which is no folder that can be written to: {instead}.")
 
 
 def _check_store(spec: RaySpec, store_bytes: int) -> None:

@@ -1,9 +1,14 @@
 """Environment variables that users have set for other programs, and what a run makes of them
 (docs/using.md)."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
+import ray
 
 from rlcore.cli import main
+from rlcore.cluster import ray_cluster
 from rlcore.cluster.specs import RaySpec, joined_address
 
 WORDS = ("train", "experiment=quickstart", "dry_run=true", "run_dir=x")
@@ -81,3 +86,35 @@ def test_a_dry_run_is_the_same_with_variables_of_other_programs(monkeypatch, cap
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert said(capsys) == plain and plain[0] == 0
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_of_temporary_files_that_ray_cannot_use_is_refused(
+    name, tmp_path, monkeypatch, capsys
+):
+    longest = tmp_path / ("x" * 100)
+    longest.mkdir()
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder, why in ((longest, "at most 39 characters"), (file, "can be written to")):
+        if why != "at most 39 characters":
+            monkeypatch.setattr(ray_cluster, "_MOST", 1000)
+        monkeypatch.setenv(name, str(folder))
+        code, shown = said(capsys)
+        assert code == 2 and f"{name}={folder}" in shown and why in shown
+        assert "set RAY_TMPDIR=/tmp" in shown
+        monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # the remedy
+        assert said(capsys)[0] == 0
+        monkeypatch.delenv("RAY_TMPDIR")
+
+
+@pytest.mark.cluster
+def test_a_folder_with_spaces_and_of_the_most_characters_is_used(monkeypatch):
+    """The limit is that of Ray's own paths."""
+    with tempfile.TemporaryDirectory(prefix="a b", dir="/tmp") as folder:
+        full = Path(folder) / ("y" * (ray_cluster._MOST - len(folder) - 1))
+        full.mkdir()
+        assert len(str(full)) == ray_cluster._MOST
+        monkeypatch.setenv("RAY_TMPDIR", str(full))
+        with ray_cluster.cluster(RaySpec(address="local"), needed_cpus=1, needed_gpus=0):
+            assert ray.is_initialized() and list(full.rglob("plasma_store"))
