@@ -260,10 +260,12 @@ def refuse_odd_passes(lm: Any, path: str, *, divided: bool, device: torch.device
     policy = Policy(tried)
     mb = laid_out(policy)
     states = states_of(policy, mb)
-    if not torch.equal(states, states_of(policy, mb)):
+    noise = apart(states_of(policy, mb), states)
+    # kernels of GPUs add in no fixed order, as over the experts of a mixture
+    if noise > (0.0 if device == CPU else TOLERANCE[lm.dtype]):
         raise UserError(
             f"model.path={path} is not supported: two passes over the same tokens differ by "
-            f"{apart(states_of(policy, mb), states):.2g}, so that ratios of policies would be "
+            f"{noise:.2g}, so that ratios of policies would be "
             "noise; switch off dropout or jitter in its config.json."
         )
     weight = policy.head.weight
