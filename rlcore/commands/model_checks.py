@@ -354,6 +354,9 @@ def expert_bytes(config: RunConfig) -> int:
 
 def _experts(model: Mapping[str, Any]) -> str:
     """The setting that makes a model a mixture of experts, as name=value; "" for a dense one."""
+    kinds = model.get("layers_block_type")  # of each layer, where a family may have none of experts
+    if kinds and "moe" not in kinds:
+        return ""
     for name, value in _settings(model):
         if EXPERTS.fullmatch(name) and isinstance(value, int) and value > 1:
             return f"{name}={value}"

@@ -53,9 +53,11 @@ from rlcore.learner.specs import (
 )
 from rlcore.learner.teacher import Teacher
 from rlcore.learner.update import Update
+from rlcore.models.folder import read_shapes
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
 from rlcore.spare_cores import SpareCores
+from rlcore.weights.experts import single_shapes
 
 _UNDIVIDED = "this learner.engine computes whole layers"
 logger = logging.getLogger(__name__)
@@ -204,6 +206,8 @@ class _Models:
     def policy(self) -> Policy:
         """The policy that is trained."""
         lm = self._load(self._job.model_path, self._rule)
+        if self._job.diffusion is None:
+            refuse_other_names(lm, self._job.model_path)
         self.most = most_positions(self._spec, partial(layer_sizes, lm))
         if self._spec.micro_batch_tokens == "auto":
             self.tight = PassCosts.of(lm)
@@ -395,6 +399,23 @@ class _Models:
         """Have the passes of all models loaded so far set the number of threads."""
         for lm in self._loaded:
             spare.attach(lm)
+
+
+def refuse_other_names(lm: nn.Module, path: str) -> None:
+    """Raise UserError for a model whose parameters are not the weights in its files by name.
+
+    Engines load, and exports hold, what is published by the names of the files. A weight that is no
+    parameter, such as a bias of a router that is a buffer, would be missing there.
+    """
+    # a parameter that is divided among the ranks keeps its whole shape aside
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in lm.named_parameters()}
+    held = {single for name, shape in shapes.items() for single in single_shapes(name, shape)}
+    if odd := sorted(read_shapes(path).keys() ^ held):
+        where = "a parameter, and not in its files" if odd[0] in held else "no parameter"
+        raise UserError(
+            f"model.path={path} is not supported: weight {odd[0]} of {type(lm).__name__} is "
+            f"{where}, so that it could be neither published nor exported; choose another model."
+        )
 
 
 def _hold_bitwise(lm: Any, positions: int) -> None:

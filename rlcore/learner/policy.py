@@ -168,7 +168,19 @@ def load_causal_lm(
     except ImportError as e:
         said = message_of(str(e))
         raise UserError.choice("learner.attention", attention, ("sdpa",), said) from e
+    except ValueError as e:  # of no causal model, or of one without this attention
+        said = message_of(str(e)).split(". ")[0].rstrip(".")
+        raise UserError(
+            f"model.path={path} cannot be loaded as a causal model with learner.attention="
+            f"{attention}: {said}; choose another model."
+        ) from e
     _refuse_odd_head(path, lm)
+    if cap := getattr(lm.config.get_text_config(), "attn_logit_softcapping", None):
+        raise UserError(
+            f"model.path={path} is not supported: its attention caps its logits "
+            f"(attn_logit_softcapping={cap:g}), which no learner.attention computes; choose "
+            "another model."
+        )
     return lm
 
 
@@ -193,7 +205,7 @@ def _implementation(attention: Attention, sparse: bool) -> str:
 
 def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:
     """Raise UserError for a head that computes anything but hidden @ weight.T."""
-    odd = [k for k in _SCALED_LOGITS if getattr(lm.config, k, None)]
+    odd = [k for k in _SCALED_LOGITS if getattr(lm.config, k, None) not in (None, 0, 1)]
     if getattr(lm.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
         odd.append("a bias")
     if odd:

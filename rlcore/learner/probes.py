@@ -255,7 +255,8 @@ def _split_difference(plain: Any, parts: Any, shards: Shards) -> float:
 
 def refuse_odd_passes(lm: Any, path: str, *, divided: bool, device: torch.device) -> None:
     """Raise UserError for a model whose log-probs are not log_softmax(hidden @ weight.T) of its
-    LM head, or that gives other states in a second pass over the same tokens."""
+    LM head, that gives other states in a second pass over the same tokens, or that computes more
+    in its attention than the kernel it was loaded with does."""
     tried = tried_model(lm, divided=divided, device=device)
     policy = Policy(tried)
     mb = laid_out(policy)
@@ -278,6 +279,22 @@ def refuse_odd_passes(lm: Any, path: str, *, divided: bool, device: torch.device
         raise UserError(
             f"model.path={path} is not supported: its LM head is not one product with its weights "
             f"(log-probs differ by {float(off):.2g}), as with soft-capped or scaled logits."
+        )
+    _refuse_odd_attention(lm, path, device)
+
+
+def _refuse_odd_attention(lm: Any, path: str, device: torch.device) -> None:
+    """Raise UserError for attention that the model's kernel computes otherwise than transformers'
+    eager one, which has every part of it: caps of its logits, sinks."""
+    small: Any = short_model(lm).to(device)
+    found = states_of(policy := Policy(small), laid_out(policy))
+    name = small.config._attn_implementation
+    small.set_attn_implementation("eager")
+    reason = differing(lm, apart(found, states_of(policy, laid_out(policy))))
+    if reason is not None:
+        raise UserError(
+            f"model.path={path} is not supported: with {name} its attention is not that of "
+            f"transformers ({reason}), as with capped attention logits; choose another model."
         )
 
 

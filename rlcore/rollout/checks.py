@@ -57,7 +57,8 @@ def check_recurrent(
 
 
 def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:
-    """Raise UserError if the model has fewer than `max_len` positions."""
+    """Raise UserError if the model has fewer than `max_len` positions, or rotates them by factors
+    that transformers chooses by the longest sequence of a batch, and vLLM by its own limit."""
     # LLaDA's form has another key for them
     limit = config.get("max_position_embeddings", config.get("max_sequence_length"))
     if limit is not None and max_len > limit:
@@ -65,6 +66,24 @@ def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the mode
             f"model.max_len={max_len} is beyond the {limit} positions of {whose}: choose at most "
             f"{limit}."
         )
+    short = _short_positions(config)
+    if short is not None and max_len > short:
+        raise UserError(
+            f"model.max_len={max_len} is beyond the {short} positions up to which {whose} has one "
+            "set of factors (rope_type=longrope): its log-probs would depend on the longest "
+            f"sequence beside; choose at most {short}."
+        )
+
+
+def _short_positions(config: Mapping[str, Any]) -> int | None:
+    """Up to how many positions a model with longrope scaling has its short factors."""
+    key = "original_max_position_embeddings"
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # a family may have others in each kind of layer
+    ropes = [given, *(part for part in given.values() if isinstance(part, Mapping))]
+    long = [r for r in ropes if r.get("rope_type", r.get("type")) in ("longrope", "su")]
+    limits = [limit for r in long if (limit := r.get(key, config.get(key))) is not None]
+    return min(map(int, limits), default=None)
 
 
 def check_heads(heads: tuple[int, int], tensor_parallel: int, *, key: str = "actor") -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from learner_helpers import PlainEngine
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rlcore.errors import UserError
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
@@ -27,6 +27,39 @@ def test_weights_that_would_have_to_be_unpickled_are_not_read(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.path=.* holds no loadable model"):
         load_causal_lm(folder, "float32", "sdpa")
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (
+            "gpt_oss",
+            {"num_local_experts": 2},
+            "learner.attention=sdpa: GptOss.* does not support an",
+        ),
+        ("t5gemma", {}, "Unrecognized configuration class"),
+        ("gemma2", {"final_logit_softcapping": None}, r"attn_logit_softcapping=50\)"),
+        ("gemma2", {}, "LM head has final_logit_softcapping"),
+        ("granite", {"logits_scaling": 8.0}, "LM head has logits_scaling"),
+        ("granite", {"logits_scaling": 1.0}, None),
+    ],
+)
+def test_models_that_the_learner_would_compute_otherwise_are_refused(tmp_path, kind, options, why):
+    config = AutoConfig.for_model(kind, **(SIZES | options))
+    if kind == "t5gemma":
+        config.save_pretrained(tmp_path)
+    else:
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    if why is None:
+        load_causal_lm(tmp_path, "float32", "sdpa")
+        return
+    with pytest.raises(UserError, match=f"model.path={tmp_path} .*{why}") as refused:
+        load_causal_lm(tmp_path, "float32", "sdpa")
+    assert "http" not in str(refused.value)
 
 
 def _with_attention_dropout(folder):

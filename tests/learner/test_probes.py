@@ -175,6 +175,11 @@ def test_windows_shorter_than_a_probe_are_tried():
     [
         ("granite", {"logits_scaling": 8.0}, "not one product"),
         ("gemma2", {"final_logit_softcapping": 3.0}, "not one product"),
+        (
+            "gemma2",
+            {"final_logit_softcapping": None, "attn_logit_softcapping": 1.0},
+            "attention is not that of transformers",
+        ),
         ("phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.5}, "two passes .* differ"),
         ("qwen3", {}, None),
         ("gemma3_text", {}, None),
@@ -188,6 +193,31 @@ def test_odd_heads_and_passes_that_do_not_repeat_are_refused(kind, options, why)
     for divided in (False, True):
         with pytest.raises(UserError, match=f"model.path=M is not supported: .*{why}"):
             refuse_odd_passes(lm, "M", divided=divided, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "odd"),
+    [
+        # its files have "backbone." where the model has "model."
+        ("nemotron_h", NEMOTRON, "backbone.embeddings.weight of .* is no parameter"),
+        ("gpt_neox", {}, "embed_out.weight of .* is no parameter"),
+        # a bias of the router, which is a buffer
+        ("glm4_moe", {"n_routed_experts": 4, "n_group": 1}, "e_score_correction_bias of .* is no"),
+        ("qwen3_moe", MOE, None),
+        ("gemma3_text", {}, None),
+        ("qwen3_5_text", DELTA, None),
+    ],
+)
+def test_a_model_whose_weights_have_other_names_in_its_files_is_refused(
+    tmp_path, kind, options, odd
+):
+    lm = random_model(kind, **options)
+    lm.save_pretrained(tmp_path)
+    if odd is None:
+        build.refuse_other_names(lm, str(tmp_path))
+        return
+    with pytest.raises(UserError, match=f"{tmp_path} is not supported: weight .*{odd}"):
+        build.refuse_other_names(lm, str(tmp_path))
 
 
 def test_a_rule_that_changes_nothing_is_found():

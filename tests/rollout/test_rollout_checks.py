@@ -32,6 +32,27 @@ def test_more_positions_than_the_model_has():
 
 
 @pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default"},
+                "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64},
+            }
+        },
+    ],
+)
+def test_factors_that_depend_on_the_longest_sequence_are_refused(rope):
+    config = {"max_position_embeddings": 512, **rope}
+    with pytest.raises(UserError, match=r"longrope.*choose at most 64"):
+        check_length(config, 65)
+    check_length(config, 64)
+    check_length(config | {"rope_parameters": {"rope_type": "yarn"}}, 512)
+
+
+@pytest.mark.parametrize(
     ("config", "why"),
     [
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, r"0\.3 nats off"),
