@@ -14,7 +14,7 @@ from gallery import gallery
 from pydantic import BaseModel
 
 from rlcore.config.groups import COMMAND_LINES, groups
-from rlcore.config.help import about, kind_of, meaning_of, written_default
+from rlcore.config.help_settings import about, kind_of, meaning_of, written_default
 from rlcore.config.schema import (
     BESIDE,
     RunConfig,

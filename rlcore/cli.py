@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,16 @@ def _run(words: list[str]) -> int:
     except UserError as e:
         print(f"rlcore: {e}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        if find_spec("ray") is not None or not package or package == "rlcore":
+            raise
+        print(
+            f"rlcore: rlcore {words[0]} needs the package {package}, and rlcore is installed "
+            "without what trains: pip install 'rlcore[train]'.",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:
         raise
     except Collapsed as e:
@@ -66,8 +77,11 @@ def _run(words: list[str]) -> int:
 
 def read(words: Sequence[str]) -> Given:
     """A command's words by their keys. Raises UserError."""
+    from rlcore.config.verbs import find, parse
+
+    if not find(words)[0].settings:
+        return parse(list(words))
     from rlcore.config.groups import setting_names
-    from rlcore.config.verbs import parse
 
     return parse(list(words), setting_names(_config_dir(words)))
 

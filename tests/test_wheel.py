@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 from run_documented import blocks
-from test_locks import lock
+from test_locks import PROJECT, lock, needs
 from timing import deadline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +82,64 @@ def link(names, site):
             (site / path).parent.mkdir(parents=True, exist_ok=True)
             if not (site / path).exists():
                 os.link(path.locate(), site / path)
+
+
+def closure(texts):
+    """Names of the packages that requirements bring, by the metadata of what is installed here."""
+    found, open_ = set(), [canonicalize_name(wanted.name) for wanted in needs(texts)]
+    while open_:
+        name = open_.pop()
+        if name not in found:
+            found.add(name)
+            open_ += [canonicalize_name(w.name) for w in needs(distribution(name).requires)]
+    return found
+
+
+LOSS = """
+def loss(log_probs, old_log_probs, advantages, action_mask):
+    ratio = (log_probs - old_log_probs).exp()
+    return -(ratio * advantages * action_mask).sum() / action_mask.sum()
+"""
+
+
+@pytest.mark.processes
+def test_the_base_alone_corrects_and_judges_losses_and_says_what_else_needs_more(wheel, tmp_path):
+    """In an environment that holds the base's requirements and pytest."""
+    made = tmp_path / "venv"
+    run("-m", "venv", "--without-pip", made, cwd=tmp_path, **os.environ)
+    (site,) = made.glob("lib/python*/site-packages")
+    try:
+        base = closure(PROJECT["dependencies"])
+        link(base | closure(["pytest", "pytest-timeout", "hypothesis"]), site)
+        zipfile.ZipFile(wheel).extractall(site)
+        (tmp_path / "loss.py").write_text(LOSS)
+
+        def base_run(*words, code=0):
+            done = subprocess.run(
+                [made / "bin/python", *words],
+                cwd=tmp_path,
+                env={"PATH": "/usr/bin:/bin", "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=deadline(120),
+            )
+            assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+            return done.stdout + done.stderr
+
+        shutil.copytree(ROOT / "tests/corrections", tmp_path / "tests")
+        # tests/timing.py imports psutil, which the base has not
+        (tmp_path / "tests/timing.py").write_text(
+            "def deadline(seconds):\n    return 10 * seconds\n"
+        )
+        files = [f"tests/{name}.py" for name in ("test_functional_library", "test_formula_ratios")]
+        assert " passed" in base_run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
+        place, judged = base_run("-c", MAIN, "referee", "loss.py:loss", "json=true").split("\n", 1)
+        assert place == str(site / "rlcore") and json.loads(judged)
+        assert "rlcore VERB --help" in base_run("-c", MAIN, "--help")
+        refused = base_run("-c", MAIN, "train", "experiment=quickstart", code=2).splitlines()[-1]
+        assert refused.endswith("without what trains: pip install 'rlcore[train]'.")
+    finally:
+        shutil.rmtree(made)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rlcore.config.groups import groups
-from rlcore.config.help import choices_of, settings
+from rlcore.config.help_settings import choices_of, settings
 from rlcore.config.verbs import VERBS, Verb
 from rlcore.files import replace_file
 
