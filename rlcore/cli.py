@@ -88,11 +88,11 @@ def read(words: Sequence[str]) -> Given:
 
 def _help(words: list[str]) -> int:
     """`rlcore help [VERB [TOPIC ...]]` and `rlcore VERB ... --help [TOPIC ...]`."""
-    from rlcore.config.help import of_verb, overview
+    from rlcore.config import help
     from rlcore.config.verbs import find
 
     if not words or (words[0] in HELP and not words[1:]):
-        print(overview())
+        print(help.overview())
         return 0
     if words[0] in HELP:
         verb, topics = find(words[1:])
@@ -100,6 +100,11 @@ def _help(words: list[str]) -> int:
         verb, rest = find(words)
         at = next(i for i, word in enumerate(rest) if word in HELP)
         topics = rest[at + 1 :]  # the words before are of the command that was interrupted
+    if not topics and not verb.settings:
+        print(help.of_verb(verb))
+        return 0
+    from rlcore.config.help_settings import of_verb
+
     print(of_verb(verb, [topic.partition("=")[0] for topic in topics], _config_dir(words)))
     return 0
 

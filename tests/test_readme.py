@@ -11,7 +11,7 @@ from timing import wait_for_end
 from rlcore.commands.sweep import jobs
 from rlcore.config.compose import load
 from rlcore.config.groups import setting_names
-from rlcore.config.help import of_verb
+from rlcore.config.help_settings import of_verb
 from rlcore.config.verbs import VERBS, parse
 
 # docs/evidence/ holds results, as benchmarks/results does

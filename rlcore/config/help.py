@@ -4,8 +4,6 @@ and their help, need none of the packages that compose a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from textwrap import wrap
 
 from rlcore.config.verbs import VERBS, Key, Verb
@@ -30,20 +28,12 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def of_verb(verb: Verb, topics: Sequence[str] = (), config_dir: str | Path | None = None) -> str:
-    """`rlcore VERB --help [TOPIC ...]`. Raises UserError for an unknown topic."""
-    if topics:
-        from rlcore.config.help_settings import explained
-
-        return "\n\n".join(explained(verb, topic, config_dir) for topic in topics)
-    lines = [f"rlcore {verb.name}: {verb.about}", "", *(f"  {form}" for form in verb.usage)]
+def of_verb(verb: Verb) -> str:
+    """`rlcore VERB --help`, but for the settings of a run."""
+    lines = [f"rlcore {verb.name}: {verb.about}", "", *(f"  {usage}" for usage in verb.usage)]
     if verb.keys:
         lines += ["", "Keys of the command:", *beside({form(k): meaning(k) for k in verb.keys})]
-    if verb.name == "train":
-        from rlcore.config.help_settings import listed
-
-        lines += ["", *listed(config_dir)]
-    elif verb.settings:
+    if verb.settings and verb.name != "train":
         lines += [
             "",
             "It also takes the groups and settings of a run, group=option and key=value: rlcore",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten, wrap
 from types import UnionType
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rlcore.config import help
 from rlcore.config.groups import LISTED, groups
 from rlcore.config.help import WIDTH, beside, form, meaning
 from rlcore.config.names import registered
@@ -27,7 +28,16 @@ OWN_CORRECTION = (
 )
 
 
-def listed(config_dir: str | Path | None) -> Iterator[str]:
+def of_verb(verb: Verb, topics: Sequence[str] = (), config_dir: str | Path | None = None) -> str:
+    """`rlcore VERB --help [TOPIC ...]`. Raises UserError for an unknown topic."""
+    if topics:
+        return "\n\n".join(_topic(verb, topic, config_dir) for topic in topics)
+    if verb.name == "train":
+        return "\n".join([help.of_verb(verb), "", *_settings(config_dir)])
+    return help.of_verb(verb)
+
+
+def _settings(config_dir: str | Path | None) -> Iterator[str]:
     """Groups, experiments and sections of a run, each by name."""
     found = groups(config_dir)
     experiments = found.pop("experiment", {})
@@ -50,7 +60,7 @@ def listed(config_dir: str | Path | None) -> Iterator[str]:
     yield "  rlcore train --help all           every key"
 
 
-def explained(verb: Verb, topic: str, config_dir: str | Path | None) -> str:
+def _topic(verb: Verb, topic: str, config_dir: str | Path | None) -> str:
     found = groups(config_dir)
     own = verb.key(topic)
     parts = []

@@ -6,7 +6,8 @@ import pytest
 
 from rlcore.cli import HANDLERS, main
 from rlcore.config.groups import groups, setting_names
-from rlcore.config.help import of_verb, overview
+from rlcore.config.help import overview
+from rlcore.config.help_settings import of_verb
 from rlcore.config.verbs import VERBS, parse
 from rlcore.errors import UserError
 
