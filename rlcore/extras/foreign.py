@@ -9,9 +9,14 @@ import yaml
 
 from rlcore.config.compose import load
 from rlcore.errors import UserError
+from rlcore.extras.foreign_async import schedule
+from rlcore.extras.foreign_corrections import correction
 from rlcore.extras.foreign_files import Given, read
-from rlcore.extras.foreign_keys import ACTOR, ENTRIES, SKY_LOSS, ForeignKey, Source
-from rlcore.extras.foreign_meanings import DEFAULTS, HARMLESS, NEUTRAL, REASONS, SWITCHES
+from rlcore.extras.foreign_harmless import harmless
+from rlcore.extras.foreign_keys import ACTOR, ENTRIES, SKY_LOSS, Source
+from rlcore.extras.foreign_meanings import COVERED, NEUTRAL, REASONS, SWITCHES
+from rlcore.extras.foreign_rewards import cut_out
+from rlcore.extras.foreign_translator import Left, Translator, plain
 
 MUST_ACT = 3  # exit code: a setting that matters was not translated
 
@@ -27,15 +32,16 @@ TOGETHER = (
     "correction.opsm.delta",
     "learner.lora.rank",
     "learner.lora.alpha",
+    "model.max_len",
+    "model.chat_template_args",
+    "critic.discount",
+    "critic.lam",
+    "algorithm.overlong_share",
+    "algorithm.overlong_penalty",
 )
-
-
-class Left(NamedTuple):
-    """A setting that was not translated. Example: Left("remote_rm_url", "http://a", "see ...")"""
-
-    key: str
-    value: Any
-    reason: str
+UNKNOWN = (
+    "not known here: look for it with `rlcore help WORD`, or leave it out if it changes nothing"
+)
 
 
 class Translation(NamedTuple):
@@ -46,67 +52,42 @@ class Translation(NamedTuple):
     options: dict[str, Any]  # group -> option
     harmless: list[Left]
     left: list[Left]
-
-
-class _Translator:
-    def __init__(self, source: Source, given: Given) -> None:
-        self.source = source
-        self.given: Given = {**DEFAULTS[source], **given}
-        self.values: dict[str, Any] = {}
-        self.options: dict[str, Any] = {
-            "model": "path",
-            "task": "file",
-            "actor": ["bf16"],
-            "correction": ["none"],
-            "schedule": "on_policy",
-            "learner": "gpu",
-        }
-        self.left: list[Left] = []
-
-    def leave(self, key: str, reason: str) -> None:
-        """List a setting as not translated; one that the file lacks, if the reason asks for it."""
-        self.left.append(Left(key, self.given.get(key), reason))
-
-    def name(self, ours: str) -> str:
-        """Return the other trainer's name of one of our keys."""
-        return next(entry.of(self.source) for entry in ENTRIES if entry.ours == ours)
-
-    def theirs(self, ours: str, default: Any = None) -> Any:
-        """The value that the file gives for one of our keys."""
-        return self.given.get(self.name(ours), default)
-
-    def on(self, key: str) -> bool:
-        return str(self.given.get(key, False)).lower() == "true"
-
-    def switched(self, by_source: dict[Source, str]) -> bool:
-        """True if the source has such a switch, and it is on."""
-        return self.on(by_source.get(self.source, ""))
-
-    def number(self, key: str, default: float) -> float:
-        value = self.given.get(key, default)
-        return float(value) if isinstance(value, int | float) else default
+    covered: list[Left]  # so here, too, or in what another key says
 
 
 def translate(source: Source, given: Given) -> Translation:
     """Our settings for those of another trainer."""
-    t = _Translator(source, given)
+    t = Translator(source, given)
     for entry in ENTRIES:
         if entry.of(source) in t.given and entry.of(source) and entry.ours not in TOGETHER:
-            _plain(t, entry)
+            plain(t, entry)
     for rule in RULES:
         rule(t)
     t.values["actor.bf16.num_gpus"] = 1
     known = {entry.of(source) for entry in ENTRIES}
     known |= {switch.partition("|")[0] for switch in SWITCHES[source]}
-    harmless = []
-    for key, value in t.given.items():
-        if key in known or key.startswith(KWARGS):
-            continue
-        if f"{key}={_neutral(value)}" in NEUTRAL or (HARMLESS.search(key) and key not in REASONS):
-            harmless.append(Left(key, value, "changes nothing that is learned"))
+    known |= {
+        key for key in t.given if key.startswith((*KWARGS, f"{t.name(TEMPLATE) or TEMPLATE}."))
+    }
+    lost, covered = [], []
+    for key in (key for key in t.given if key not in known):
+        value = t.given[key]
+        if said := _covered(t, key, value):
+            covered.append(Left(key, value, said))
+        elif harmless(source, key) and key not in REASONS:
+            lost.append(Left(key, value, "changes nothing that is learned"))
         else:
-            t.leave(key, REASONS.get(key, "no counterpart"))
-    return Translation(t.values, t.options, harmless, t.left)
+            t.leave(key, REASONS.get(key, UNKNOWN))
+    return Translation(t.values, t.options, lost, t.left, covered)
+
+
+def _covered(t: Translator, key: str, value: Any) -> str | None:
+    """Where a setting that is no key of ours is, or None."""
+    if f"{key}={_neutral(value)}" in NEUTRAL:
+        return "so here, too"
+    if key.startswith(("critic.", "trainer.critic.")) and t.options.get("critic") is None:
+        return "unread there, as no critic is trained"
+    return COVERED.get(key)
 
 
 def _neutral(value: Any) -> Any:
@@ -116,24 +97,7 @@ def _neutral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _plain(t: _Translator, entry: ForeignKey) -> None:
-    key = entry.of(t.source)
-    value = t.given[key]
-    if isinstance(value, str) and "$" in value:
-        t.leave(key, f"holds a variable: give {entry.ours}")
-    elif entry.values:
-        ours = entry.values.get(str(value).lower())
-        if ours is None:
-            t.leave(key, f"no counterpart among the values of {entry.ours}")
-        else:
-            t.values[entry.ours] = ours
-    elif entry.least is not None and isinstance(value, int | float) and value < entry.least:
-        return  # off, or its default, there
-    else:
-        t.values[entry.ours] = value
-
-
-def _batches(t: _Translator) -> None:
+def _batches(t: Translator) -> None:
     """Groups of a step, and steps of a rollout phase."""
     of_source: dict[Source, Any] = {
         "verl": _prompt_sizes,
@@ -144,6 +108,7 @@ def _batches(t: _Translator) -> None:
     }
     sizes = of_source[t.source](t)
     if sizes is None:
+        schedule(t, 1)
         return
     groups, steps = sizes
     if groups < 1 or groups % 1 or steps < 1 or steps % 1:
@@ -151,31 +116,22 @@ def _batches(t: _Translator) -> None:
             t.name("schedule.groups_per_step"),
             "its batch is no whole number of groups or steps: set schedule.groups_per_step",
         )
+        schedule(t, 1)
         return
     t.values["schedule.groups_per_step"] = int(groups)
-    if t.source == "prime_rl" or t.switched(ASYNC):
-        t.options["schedule"] = "async"
-        queue = {"skyrl": 4, "prime_rl": 8}.get(t.source, 1)
-        t.values["schedule.max_staleness"] = int(t.number(t.name("schedule.max_staleness"), queue))
-        in_flight = t.source != "openrlhf" or t.on("train.partial_rollout_enable")
-        t.values["schedule.on_publish"] = "in_flight" if in_flight else "finish"
-    elif steps > 1:
-        t.options["schedule"] = "large_batch"
-    if steps > 1:
-        t.values["schedule.steps_per_publish"] = int(steps)
+    schedule(t, int(steps))
 
 
-def _prompt_sizes(t: _Translator) -> tuple[float, float] | None:
+def _prompt_sizes(t: Translator) -> tuple[float, float] | None:
     step, phase = t.name("schedule.groups_per_step"), t.name("schedule.steps_per_publish")
     if step not in t.given and phase not in t.given:
         return None
     groups = t.number(step, t.number(phase, 0))
-    return groups, t.number(phase, groups) / groups
+    # the fully asynchronous programs of verl have no phases: 0
+    return groups, (t.number(phase, groups) or groups) / groups if groups else 0
 
 
-def _trl_sizes(t: _Translator) -> tuple[float, float] | None:
-    if "per_device_train_batch_size" not in t.given:
-        return None
+def _trl_sizes(t: Translator) -> tuple[float, float] | None:
     accumulated = t.number("gradient_accumulation_steps", 1)
     samples = t.number("per_device_train_batch_size", 8) * accumulated
     t.leave("per_device_train_batch_size", "taken as of one process: multiply by yours")
@@ -183,14 +139,14 @@ def _trl_sizes(t: _Translator) -> tuple[float, float] | None:
     return samples / t.number("num_generations", 8), phase
 
 
-def _openrlhf_sizes(t: _Translator) -> tuple[float, float] | None:
+def _openrlhf_sizes(t: Translator) -> tuple[float, float] | None:
     if "train.batch_size" not in t.given:
         return None
     samples, n = t.number("train.batch_size", 128), t.number("rollout.n_samples_per_prompt", 1)
     return samples / n, t.number("rollout.batch_size", samples / n) * n / samples
 
 
-def _prime_sizes(t: _Translator) -> tuple[float, float] | None:
+def _prime_sizes(t: Translator) -> tuple[float, float] | None:
     samples, n = t.number("orchestrator.batch_size", 0), t.number("orchestrator.group_size", 1)
     if not samples:
         t.leave("orchestrator.batch_size", "batches are of sequences: give orchestrator.batch_size")
@@ -198,17 +154,19 @@ def _prime_sizes(t: _Translator) -> tuple[float, float] | None:
     return samples / n, 1
 
 
-def _lengths(t: _Translator) -> None:
-    total = t.given.get("data.max_len")  # OpenRLHF's, of prompt and response
-    if isinstance(total, int):
-        t.values["model.max_len"] = total
-        return
+def _lengths(t: Translator) -> None:
+    total = t.theirs("model.max_len")
     sizes = [t.theirs(key) for key in ("task.max_prompt_tokens", "rollout.max_new_tokens")]
-    if all(isinstance(size, int) for size in sizes):
-        t.values["model.max_len"] = sum(sizes)
+    if isinstance(total, int) and total > 0:
+        t.values["model.max_len"] = total
+    elif all(isinstance(size, int) for size in sizes):
+        t.values["model.max_len"] = total = sum(sizes)
+    at_once = t.values.get("actor.bf16.max_batched_tokens")
+    if isinstance(at_once, int) and isinstance(total, int) and at_once < total:
+        del t.values["actor.bf16.max_batched_tokens"]  # a step of an engine holds one sequence here
 
 
-def _clips(t: _Translator) -> None:
+def _clips(t: Translator) -> None:
     high = t.values.get("algorithm.eps_high")
     if isinstance(high, list) and len(high) == 2:  # OpenRLHF's --eps_clip_low_high
         t.values["algorithm.eps_low"], t.values["algorithm.eps_high"] = high
@@ -220,8 +178,12 @@ def _clips(t: _Translator) -> None:
         t.values.pop("algorithm.dual_clip", None)  # of PPO alone, in all of them
 
 
-def _kl(t: _Translator) -> None:
+def _kl(t: Translator) -> None:
     key, estimator = t.name("algorithm.kl_coef"), t.name("algorithm.kl_estimator")
+    in_reward = t.given.get("algorithm.kl_ctrl.kl_coef", 0.001)
+    if t.source == "verl" and t.on("algorithm.use_kl_in_reward") and in_reward:
+        t.values |= {"algorithm.kl_coef": in_reward, "algorithm.kl_in": "reward"}
+        return
     if key not in t.given or not t.given[key]:
         return
     if t.source in KL_LOSS and not t.switched(KL_LOSS):
@@ -230,10 +192,10 @@ def _kl(t: _Translator) -> None:
         return
     t.values["algorithm.kl_coef"] = t.given[key]
     if estimator in t.given:
-        _plain(t, next(e for e in ENTRIES if e.ours == "algorithm.kl_estimator"))
+        plain(t, next(e for e in ENTRIES if e.ours == "algorithm.kl_estimator"))
 
 
-def _advantage(t: _Translator) -> None:
+def _advantage(t: Translator) -> None:
     if t.values.get("algorithm.advantage") != "grpo":
         return
     scaled = t.given.get(
@@ -244,12 +206,62 @@ def _advantage(t: _Translator) -> None:
         t.values["algorithm.advantage"] = "dr_grpo"
 
 
-def _entropy(t: _Translator) -> None:
+def _critic(t: Translator) -> None:
+    """GAE has a critic there: a model of its own."""
+    if t.values.get("algorithm.advantage") != "gae":
+        return
+    del t.values["algorithm.advantage"]
+    t.options |= {"algorithm": "ppo", "critic": "model"}
+    if t.source == "trl":
+        return
+    rates: dict[Source, str] = {
+        "verl": "critic.optim.lr",
+        "openrlhf": "critic.adam.lr",
+        "skyrl": "trainer.critic.optimizer_config.lr",
+    }
+    t.values["critic.traces"] = "gae"
+    for ours in ("critic.discount", "critic.lam"):
+        t.values[ours] = t.number(t.name(ours), 1.0)
+    rate = t.given.get(rates.get(t.source, ""))
+    if isinstance(rate, float):
+        t.values["critic.lr"] = rate
+
+
+def _overlong(t: Translator) -> None:
+    """A soft penalty over the last tokens before the limit."""
+    buffer = t.theirs("algorithm.overlong_share")
+    limit = t.values.get("rollout.max_new_tokens")
+    off = "reward.reward_kwargs.overlong_buffer_cfg.enable"
+    if not isinstance(buffer, int | float) or not buffer or str(t.given.get(off)) == "False":
+        return
+    if not isinstance(limit, int) or not 0 < buffer < limit:
+        t.leave(t.name("algorithm.overlong_share"), "give algorithm.overlong_share")
+        return
+    t.values["algorithm.overlong_share"] = round(buffer / limit, 6)
+    t.values["algorithm.overlong_penalty"] = t.number(t.name("algorithm.overlong_penalty"), 1.0)
+
+
+TEMPLATE = "model.chat_template_args"
+
+
+def _template(t: Translator) -> None:
+    """Arguments of the chat template."""
+    name = t.name(TEMPLATE)
+    whole = t.given.get(name)
+    found = dict(whole) if isinstance(whole, dict) else {}
+    found |= {k.removeprefix(f"{name}."): v for k, v in t.given.items() if k.startswith(f"{name}.")}
+    if found and name:
+        t.values[TEMPLATE] = found
+    elif whole:
+        t.leave(name, f"give {TEMPLATE}={{...}}")
+
+
+def _entropy(t: Translator) -> None:
     if t.source == "skyrl" and not t.on(f"{SKY_LOSS}.use_entropy_loss"):
         t.values.pop("algorithm.entropy_coef", None)
 
 
-def _loss(t: _Translator) -> None:
+def _loss(t: Translator) -> None:
     """Translate prime-rl's own loss, which masks by a difference of probabilities."""
     if t.source != "prime_rl":
         return
@@ -262,53 +274,14 @@ def _loss(t: _Translator) -> None:
     t.leave(key, "masks of DPPO and a squared log-ratio: correction.dppo is the masks alone")
 
 
-def _correction(t: _Translator) -> None:
-    chosen: list[str] = []
-    cap = t.theirs("correction.tis.cap")
-    how = str(t.theirs("correction.tis.level", "token")).lower()
-    if t.source == "trl":
-        on = t.on("use_vllm") and t.given.get("vllm_importance_sampling_correction") is not False
-        # the mode and the cap that TRL has where none is given
-        how, cap = str(t.theirs("correction.tis.level", "sequence_mask")), cap or 3.0
-    elif t.source == "openrlhf":
-        on = t.on("algo.advantage.is_correction_enable")
-        how = {"tis": "token", "seq-mask-tis": "sequence_mask"}.get(how, how)
-    elif t.source == "prime_rl":
-        on = False
-        if t.given["trainer.loss.type"] == "default":
-            chosen.append("dppo")
-            for side in ("low", "high"):
-                mask = t.number(f"trainer.loss.dppo_mask_{side}", 0.2)
-                t.values[f"correction.dppo.{side}"] = mask
-    else:
-        on = t.name("correction.tis.level") in t.given
-    if how == "sequence" and t.source == "skyrl":
-        cap = t.given.get(f"{SKY_LOSS}.off_policy_correction.sequence_tis_ratio_clip_high", 5.0)
-    level, _, kind = how.partition("_")
-    if on and level not in ("token", "sequence"):
-        t.leave(t.name("correction.tis.level"), "no counterpart: choose a correction")
-    elif on:
-        name = "mis" if kind == "mask" else "tis"
-        chosen.append(name)
-        t.values[f"correction.{name}.level"] = level
-        if name == "mis":
-            t.values["correction.mis.low"] = 0.0
-        if cap is not None:
-            t.values[f"correction.{name}.{'high' if name == 'mis' else 'cap'}"] = cap
-    if t.name("correction.opsm.delta") and t.theirs("correction.opsm.delta") is not None:
-        chosen.append("opsm")
-        t.values["correction.opsm.delta"] = t.theirs("correction.opsm.delta")
-    t.options["correction"] = chosen or ["none"]
-
-
-def _lora(t: _Translator) -> None:
+def _lora(t: Translator) -> None:
     rank = t.theirs("learner.lora.rank", 0)
     if isinstance(rank, int) and rank > 0 and (t.source != "trl" or t.on("use_peft")):
         t.values["learner.lora.rank"] = rank
         t.values["learner.lora.alpha"] = t.theirs("learner.lora.alpha", 16)
 
 
-def _data(t: _Translator) -> None:
+def _data(t: Translator) -> None:
     for key in ("task.args.train_path", "task.args.heldout_path"):
         files = t.values.get(key)
         if isinstance(files, list) and len(files) == 1:
@@ -323,18 +296,31 @@ def _data(t: _Translator) -> None:
             "no held-out file is named, so nothing is evaluated: give task.args.heldout_path",
         )
     if "schedule.steps" not in t.values:
+        _steps(t)
+
+
+def _steps(t: Translator) -> None:
+    """verl's asynchronous programs count groups; elsewhere the steps are the user's to say."""
+    total, groups = (
+        t.given.get("rollout.total_rollout_steps"),
+        t.values.get("schedule.groups_per_step"),
+    )
+    if isinstance(total, int) and groups and total >= groups:
+        t.values["schedule.steps"] = total // groups
+    else:
         t.leave(t.name("schedule.steps") or "steps", "give schedule.steps, the optimizer steps")
 
 
-def _reward(t: _Translator) -> None:
+def _reward(t: Translator) -> None:
     """A user's function works unchanged: docs/rewards.md."""
-    where, name = t.given.get("custom_reward_function.path"), "compute_score"
+    where, name = t.given.get("reward.custom_reward_function.path"), "compute_score"
     if t.source == "verl" and where:
-        name = str(t.given.get("custom_reward_function.name", name))
+        name = str(t.given.get("reward.custom_reward_function.name", name))
         arguments = {
-            key.removeprefix(KWARGS): value
+            key.removeprefix(kwargs): value
             for key, value in t.given.items()
-            if key.startswith(KWARGS)
+            for kwargs in KWARGS
+            if key.startswith(kwargs)
         }
         t.values["task.args.grader"] = f"{where}:{name}"
         if arguments:
@@ -363,15 +349,11 @@ def _place(name: str) -> str:
     return name if ":" in name else f"{module or 'trl.rewards'}:{function}"
 
 
-KWARGS = "custom_reward_function.reward_kwargs."
+KWARGS = tuple(f"{part}custom_reward_function.reward_kwargs." for part in ("", "reward."))
 KL_LOSS: dict[Source, str] = {
     "verl": f"{ACTOR}.use_kl_loss",
     "openrlhf": "algo.kl.use_loss",
     "skyrl": f"{SKY_LOSS}.use_kl_loss",
-}
-ASYNC: dict[Source, str] = {
-    "openrlhf": "train.async_enable",
-    "skyrl": "trainer.fully_async.enabled",
 }
 RULES = (
     _batches,
@@ -379,9 +361,12 @@ RULES = (
     _clips,
     _kl,
     _advantage,
+    _critic,
+    _overlong,
+    _template,
     _entropy,
     _loss,
-    _correction,
+    correction,
     _lora,
     _data,
     _reward,
@@ -409,6 +394,7 @@ def import_config(path: str, out: str) -> int:
     if target.exists():
         raise UserError(f"{target} exists: remove it, or give another folder, out=FOLDER.")
     target.parent.mkdir(parents=True, exist_ok=True)
+    found = cut_out(found, path, Path(out) / f"{name}_rewards.py")
     target.write_text(experiment(found, f"From {path} ({NAMES[source]}), by rlcore import-config."))
     words = [f"config_dir={out}", f"experiment={name}", "run_dir=DIR"]
     left = [_line(each) for each in found.left]
@@ -417,6 +403,7 @@ def import_config(path: str, out: str) -> int:
     except UserError as e:
         left.append(f"still missing: {e}")
     same = [f"{key}={_written(value)}" for key, value in found.values.items()]
+    same += [_line(each) for each in found.covered]
     harmless = [each.key for each in found.harmless]
     print(f"{target}, from {NAMES[source]}'s settings")
     for title, lines in (("same", same), ("harmless", harmless), ("you must act", left)):

@@ -1,13 +1,10 @@
-"""Files of other trainers: YAML and TOML, shell scripts with their variables and arrays, and Python
-scripts that build a trainer, read without running them."""
+"""Files of other trainers: YAML and TOML, shell scripts, and Python scripts that build a trainer,
+read without running them."""
 
 from __future__ import annotations
 
 import ast
-import math
-import os
 import re
-import shlex
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +15,9 @@ import yaml
 from rlcore.config.sentences import one_line
 from rlcore.errors import UserError
 from rlcore.extras.foreign_keys import ENTRIES, SOURCES, Source
-from rlcore.extras.foreign_meanings import SWITCHES
+from rlcore.extras.foreign_meanings import PROGRAMS, SWITCHES
+from rlcore.extras.foreign_shell import settings as settings_of_script
+from rlcore.extras.foreign_shell import value_of
 
 Given = dict[str, Any]
 PACKAGES = {"openrlhf": "openrlhf", "skyrl": "skyrl", "prime_rl": "prime_rl", "verl": "verl."}
@@ -38,7 +37,20 @@ def read(path: str) -> tuple[Source, Given]:
     given = {key: value for key, value in given.items() if value is not None}
     source = _source(given, text, path)
     newest = {old: names[0] for names in _names(source) for old in names}
-    return source, {newest.get(key, key): value for key, value in given.items()}
+    named = {newest.get(key, key): _referred(value, given) for key, value in given.items()}
+    for words, defaults in PROGRAMS[source].items():
+        if re.search(words, text):
+            named = {**defaults, **named}
+    return source, named
+
+
+def _referred(value: Any, given: Given) -> Any:
+    """The value of a reference of a YAML file, `${a.b}`, where the file has it."""
+    found = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:,(.*))?\}", str(value))
+    if found is None:
+        return value
+    default = value if found[2] is None else value_of(found[2])
+    return given.get(found[1], default)
 
 
 def _settings(text: str, path: str) -> Given:
@@ -50,7 +62,7 @@ def _settings(text: str, path: str) -> Given:
         data = yaml.safe_load(text)
     elif suffix == ".toml":
         data = tomllib.loads(text)
-    return dict(_flat(data)) if isinstance(data, dict) else dict(_of_script(text))
+    return dict(_flat(data)) if isinstance(data, dict) else dict(settings_of_script(text))
 
 
 def _names(source: Source) -> Iterator[list[str]]:
@@ -80,91 +92,6 @@ def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{name}.")
         elif name != "_target_":
             yield f"{prefix}{name}", value
-
-
-# -- shell scripts ---------------------------------------------------------------------------------
-
-_ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^}]*))?\}|(\w+))")
-_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_PRODUCT = re.compile(r"\$\(\(\s*(\d+(?:\s*\*\s*\d+)*)\s*\)\)")
-_STARTS = re.compile(r".*\.py|-m|grpo|rloo")  # words behind which the trainer's own begin
-
-
-def _of_script(text: str) -> Iterator[tuple[str, Any]]:
-    """Words `a.b=value` (verl, SkyRL) and `--key value ...` (TRL, OpenRLHF) of a script's commands,
-    with its variables and arrays put in their places."""
-    given: Given = {}
-    key = ""
-    for word in _words(text):
-        dotted = re.fullmatch(r"\+{0,2}([\w]+(?:\.\w+)+)=(.*)", word, re.DOTALL)
-        if dotted:
-            given[dotted[1]], key = _value(dotted[2]), ""
-        elif word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            given[key] = _value(value) if equals else True
-        elif not key and _STARTS.fullmatch(word):
-            given.clear()
-        elif key and word not in ("--", "$@", "python", "python3", "-m"):
-            given[key] = _joined(given[key], _value(word))
-        elif word in ("python", "python3", "-m"):
-            given.clear()
-            key = ""
-    yield from given.items()
-
-
-def _words(text: str) -> Iterator[str]:
-    """The words of a script's commands; raises ValueError for quotes that are not closed."""
-    variables: dict[str, str] = {}
-    arrays: dict[str, list[str]] = {}
-    filling: list[str] | None = None
-    text = _PRODUCT.sub(lambda found: str(math.prod(map(int, found[1].split("*")))), text)
-    for word in shlex.split(text.replace("\\\n", " "), comments=True):
-        assigned = _ASSIGNED.fullmatch(word)
-        if filling is not None:
-            ends = word.endswith(")") and "(" not in word
-            filling += [w for w in [word[:-1] if ends else word] if w]
-            filling = None if ends else filling
-        elif assigned and assigned[2].startswith("("):
-            filling = arrays[assigned[1]] = [w for w in [assigned[2][1:].rstrip(")")] if w]
-            filling = None if assigned[2].endswith(")") else filling
-        elif assigned:
-            variables[assigned[1]] = _expanded(assigned[2], variables)
-        else:
-            array = _ARRAY.fullmatch(word)
-            listed = arrays.get(array[1], []) if array else [word]
-            yield from (_expanded(w, variables) for w in listed)
-
-
-def _expanded(word: str, variables: dict[str, str]) -> str:
-    """Put variables in their places; what is not known stays as `$NAME`."""
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        known = variables.get(name, os.environ.get(name))
-        if known is None and found[2] is not None:
-            known = variables[name] = _expanded(found[2], variables)
-        return found[0] if known is None else known
-
-    return _VARIABLE.sub(value, word)
-
-
-def _joined(before: Any, value: Any) -> Any:
-    """Several words after one option are a list."""
-    if before is True:
-        return value
-    return [*before, value] if isinstance(before, list) else [before, value]
-
-
-def _value(text: str) -> Any:
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
-        return float(text)  # YAML reads 1e-6 as a text
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return value if isinstance(value, bool | int | float | str | list | None) else text
 
 
 # -- Python scripts --------------------------------------------------------------------------------

@@ -11,8 +11,11 @@ from typing import Any, Literal
 Source = Literal["verl", "trl", "openrlhf", "skyrl", "prime_rl"]
 SOURCES: tuple[Source, ...] = ("verl", "trl", "openrlhf", "skyrl", "prime_rl")
 
-LOSSES = {"gspo": "gspo", "cispo": "cispo", "token": "ppo", "sequence": "gspo"} | {
-    name: "ppo" for name in ("ppo", "vanilla", "regular", "dual_clip")
+LOSSES = {name: name for name in ("gspo", "cispo", "sapo", "gmpo", "reinforce")} | {
+    "token": "ppo",
+    "sequence": "gspo",
+    "geo_mean": "gmpo",
+    **{name: "ppo" for name in ("ppo", "vanilla", "regular", "dual_clip")},
 }
 LEVELS = {"token": "token", "sequence": "sequence"}
 AGGREGATIONS = {
@@ -25,6 +28,7 @@ AGGREGATIONS = {
     "bnpo": "token-mean",
     "dapo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
+    "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
 }
 ADVANTAGES = {
     "grpo": "grpo",
@@ -35,6 +39,10 @@ ADVANTAGES = {
     "reinforce_baseline": "reinforce_pp_baseline",
     "group_norm": "grpo",
     "dr_grpo": "dr_grpo",
+    "gae": "gae",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "passk",
 }
 SCALES = {
     "true": "grpo",
@@ -191,11 +199,11 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ForeignKey(
         "schedule.max_staleness",
         "",
-        "",
+        "max_staleness",
         "train.async_queue_size|async_queue_size",
         skyrl="trainer.fully_async.max_staleness_steps",
         prime_rl="orchestrator.max_off_policy_steps",
-        note="with their --async_train",
+        note="in optimizer steps; verl: async_training.* and trainer.v1.*",
     ),
     ForeignKey(
         "algorithm.advantage",
@@ -298,7 +306,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ),
     ForeignKey(
         "learner.lr_schedule",
-        f"{ACTOR}.optim.lr_scheduler_type|{ACTOR}.optim.warmup_style",
+        f"{ACTOR}.optim.lr_scheduler_type|{ACTOR}.optim.warmup_style|{ACTOR}.optim.lr_decay_style",
         "lr_scheduler_type",
         "actor.lr_scheduler|lr_scheduler",
         skyrl=f"{SKY_POLICY}.optimizer_config.scheduler",
@@ -323,7 +331,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ForeignKey("learner.eps", "", "adam_epsilon"),
     ForeignKey(
         "learner.grad_clip",
-        f"{ACTOR}.grad_clip",
+        f"{ACTOR}.grad_clip|{ACTOR}.optim.clip_grad",
         "max_grad_norm",
         "actor.max_norm|max_norm",
         skyrl=f"{SKY_POLICY}.optimizer_config.max_grad_norm",
@@ -345,7 +353,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ForeignKey("learner.zero_stage", "", "", "ds.zero_stage|zero_stage"),
     ForeignKey(
         "learner.lora.rank",
-        f"{MODEL}.lora_rank",
+        f"{MODEL}.lora_rank|{MODEL}.lora.rank",
         "lora_r",
         "ds.lora.rank|lora_rank",
         skyrl=f"{SKY_POLICY}.model.lora.rank",
@@ -354,7 +362,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ),
     ForeignKey(
         "learner.lora.alpha",
-        f"{MODEL}.lora_alpha",
+        f"{MODEL}.lora_alpha|{MODEL}.lora.alpha",
         "lora_alpha",
         "ds.lora.alpha|lora_alpha",
         skyrl=f"{SKY_POLICY}.model.lora.alpha",
@@ -442,11 +450,87 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ),
     ForeignKey(
         "evaluation.temperature",
-        "",
+        f"{SAMPLING}.val_kwargs.temperature",
         "",
         "eval.temperature|eval_temperature",
         skyrl="generator.eval_sampling_params.temperature",
         prime_rl="orchestrator.eval.sampling.temperature",
+        least=1e-6,
+    ),
+    ForeignKey(
+        "evaluation.top_p",
+        f"{SAMPLING}.val_kwargs.top_p",
+        skyrl="generator.eval_sampling_params.top_p",
+        prime_rl="orchestrator.eval.sampling.top_p",
+    ),
+    ForeignKey(
+        "evaluation.top_k",
+        f"{SAMPLING}.val_kwargs.top_k",
+        skyrl="generator.eval_sampling_params.top_k",
+        least=1,
+    ),
+    ForeignKey(
+        "evaluation.max_new_tokens",
+        skyrl="generator.eval_sampling_params.max_generate_length",
+        prime_rl="orchestrator.eval.sampling.max_completion_tokens",
+    ),
+    ForeignKey(
+        "learner.lr_decay_steps",
+        f"{ACTOR}.optim.lr_decay_steps|{ACTOR}.optim.total_training_steps",
+        least=1,
+    ),
+    ForeignKey(
+        "algorithm.sapo_tau_pos",
+        f"{ACTOR}.policy_loss.tau_pos|{ACTOR}.tau_pos",
+        "sapo_temperature_pos",
+        skyrl=f"{SKY_LOSS}.sapo.tau_pos",
+    ),
+    ForeignKey(
+        "algorithm.sapo_tau_neg",
+        f"{ACTOR}.policy_loss.tau_neg|{ACTOR}.tau_neg",
+        "sapo_temperature_neg",
+        skyrl=f"{SKY_LOSS}.sapo.tau_neg",
+    ),
+    ForeignKey(
+        "critic.discount",
+        "algorithm.gamma",
+        "",
+        "algo.advantage.gamma|gamma",
+        skyrl=f"{SKY_LOSS}.gamma",
+        note="with `gae` and a critic",
+    ),
+    ForeignKey(
+        "critic.lam",
+        "algorithm.lam",
+        "",
+        "algo.advantage.lambd|lambd",
+        skyrl=f"{SKY_LOSS}.lambd",
+        note="with `gae` and a critic",
+    ),
+    ForeignKey(
+        "algorithm.overlong_penalty",
+        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor"
+        "|reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+        "",
+        "reward.overlong_penalty_factor|overlong_penalty_factor",
+        skyrl=f"{SKY_LOSS}.overlong_buffer_penalty_factor",
+        note="with their buffer",
+    ),
+    ForeignKey(
+        "algorithm.overlong_share",
+        "reward.reward_kwargs.overlong_buffer_cfg.len"
+        "|reward_model.reward_kwargs.overlong_buffer_cfg.len",
+        "",
+        "reward.overlong_buffer_len|overlong_buffer_len",
+        skyrl=f"{SKY_LOSS}.overlong_buffer_len",
+        note="the buffer over max_new_tokens",
+    ),
+    ForeignKey(
+        "model.chat_template_args",
+        "data.apply_chat_template_kwargs",
+        "chat_template_kwargs",
+        skyrl="generator.chat_template_kwargs",
+        prime_rl="orchestrator.train.sampling.extra_body.chat_template_kwargs",
     ),
     ForeignKey(
         "checkpoint.every",
@@ -480,7 +564,15 @@ ENTRIES: tuple[ForeignKey, ...] = (
         "data.filter_overlong_prompts",
         values={"true": "skip", "false": "refuse"},
     ),
-    ForeignKey("model.max_len", prime_rl="seq_len"),
+    ForeignKey(
+        "model.max_len",
+        f"{SAMPLING}.max_model_len",
+        "vllm_max_model_length",
+        "data.max_len",
+        skyrl="generator.inference_engine.engine_init_kwargs.max_model_len",
+        prime_rl="seq_len",
+        note="of prompt and answer",
+    ),
     ForeignKey(
         "learner.router_replay",
         prime_rl="trainer.enable_router_replay",

@@ -1,13 +1,12 @@
-"""Meanings of the other trainers' settings beside the table of keys: switches, defaults, settings
-that are harmless to lose, and advice on the rest. No torch."""
+"""Meanings of the other trainers' settings besides the table of keys: switches, defaults, settings
+that others have in them, and advice on the rest. No torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.extras.foreign_keys import ACTOR, SAMPLING, SKY_LOSS, SKY_POLICY, Source
+from rlcore.extras.foreign_keys import ACTOR, MODEL, SAMPLING, SKY_LOSS, SKY_POLICY, Source
 
 # Read where an entry above is decided, and not keys of ours themselves.
 SWITCHES: Mapping[Source, tuple[str, ...]] = {
@@ -15,9 +14,30 @@ SWITCHES: Mapping[Source, tuple[str, ...]] = {
         f"{ACTOR}.use_kl_loss",
         f"{ACTOR}.clip_ratio",
         "algorithm.norm_adv_by_std_in_grpo",
-        "custom_reward_function.path",
-        "custom_reward_function.name",
-        "custom_reward_function.reward_kwargs",
+        "reward.custom_reward_function.path|custom_reward_function.path",
+        "reward.custom_reward_function.name|custom_reward_function.name",
+        "reward.custom_reward_function.reward_kwargs|custom_reward_function.reward_kwargs",
+        "algorithm.use_kl_in_reward",
+        "algorithm.kl_ctrl.kl_coef",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable"
+        "|reward_model.reward_kwargs.overlong_buffer_cfg.enable",
+        "algorithm.rollout_correction.bypass_mode",
+        "algorithm.rollout_correction.loss_type",
+        "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.rollout_rs_threshold",
+        "algorithm.rollout_correction.rollout_is_batch_normalize",
+        f"{ACTOR}.use_rollout_log_probs|async_training.use_rollout_log_probs",
+        "async_training.staleness_threshold",
+        "async_training.trigger_parameter_sync_step",
+        "async_training.require_batches",
+        "async_training.partial_rollout",
+        "trainer.v1.trainer_mode",
+        "trainer.v1.separate_async.parameter_sync_step",
+        "trainer.v1.colocate_async.parameter_sync_step",
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "rollout.total_rollout_steps",
+        "critic.optim.lr",
+        "$one_step_off",
     ),
     "trl": (
         "gradient_accumulation_steps",
@@ -26,6 +46,8 @@ SWITCHES: Mapping[Source, tuple[str, ...]] = {
         "use_peft",
         "reward_funcs",
         "reward_weights",
+        "weight_sync_steps",
+        "generation_batch_size",
     ),
     "openrlhf": (
         "algo.kl.use_loss|use_kl_loss",
@@ -34,15 +56,24 @@ SWITCHES: Mapping[Source, tuple[str, ...]] = {
         "algo.advantage.is_correction_enable|enable_vllm_is_correction",
         "algo.advantage.no_std_norm|no_advantage_std_norm",
         "data.apply_chat_template|apply_chat_template",
-        "data.max_len",
         "reward.remote_url|remote_rm_url",
+        "critic.adam.lr|critic_learning_rate",
     ),
     "skyrl": (
         f"{SKY_LOSS}.use_kl_loss",
         f"{SKY_LOSS}.use_entropy_loss",
         f"{SKY_LOSS}.grpo_norm_by_std",
         f"{SKY_LOSS}.off_policy_correction.sequence_tis_ratio_clip_high",
+        f"{SKY_LOSS}.off_policy_correction.sequence_mask_metric",
+        f"{SKY_LOSS}.off_policy_correction.geo_mask_high",
+        f"{SKY_LOSS}.off_policy_correction.geo_mask_low",
+        f"{SKY_LOSS}.off_policy_correction.product_mask_high",
+        f"{SKY_LOSS}.off_policy_correction.product_mask_low",
+        f"{SKY_LOSS}.off_policy_correction.token_mask_is_threshold_high",
+        f"{SKY_LOSS}.off_policy_correction.token_mask_is_threshold_low",
         "trainer.fully_async.enabled",
+        "trainer.critic.optimizer_config.lr",
+        "$one_step_off",
     ),
     "prime_rl": ("trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high"),
 }
@@ -107,20 +138,55 @@ DEFAULTS: Mapping[Source, Mapping[str, Any]] = {
         "orchestrator.max_off_policy_steps": 8,
     },
 }
-# Parts of names of what changes speed, memory, places and logs, and nothing that is learned.
-HARMLESS = re.compile(
-    r"micro_(\w+_)?batch|export_path|offload|fsdp|megatron|num_nodes|nnodes|num_gpus|"
-    r"gpus_per_node|num_train_gpus|num_infer_gpus|remove_padding|packing|logger|logging|"
-    r"wandb|tensorboard|trackio|report_to|(experiment|run|exp)_name|\.name$|ckpt|checkpoint|"
-    r"output_dir|default_local_dir|save_|resume|colocate|sleep|sync|backend|dtype|bf16|"
-    r"flash_attn|attn_impl|liger|compile|num_workers|max_tokens_per_gpu|max_token_len|"
-    r"dynamic_bsz|dynamic_batch|prefix_caching|chunked_prefill|log_prob|profile|push_to_hub|"
-    r"dataloader|strategy|placement|critic|parallel|ring_attn|run_engines_locally|batched|"
-    r"eval_batch_size|log_completions|num_completions|vllm_mode|vllm_server|"
-    r"vllm_max_model_length|max_model_len|^inference$|^ckpt$|deployment|monitors|"
-    r"^config(_file)?$|reshard|^ref\.|\.ref\.|deepspeed|reentrant|adam_offload|project_name|"
-    r"project$"
-)
+# Programs whose settings have defaults of their own: words of the file -> settings.
+PROGRAMS: Mapping[Source, Mapping[str, Mapping[str, Any]]] = {
+    "verl": {
+        r"fully_async_policy\.fully_async_main": {
+            "async_training.staleness_threshold": 0.1,
+            "async_training.trigger_parameter_sync_step": 4,
+            "async_training.require_batches": 1,
+            "async_training.partial_rollout": True,
+            "algorithm.rollout_correction.bypass_mode": True,
+        },
+        r"one_step_off_policy\.main_ppo": {
+            "$one_step_off": True,
+            "algorithm.rollout_correction.bypass_mode": True,
+        },
+    },
+    "trl": {
+        r"\bAsync(GRPO|RLOO)Config\(": {
+            "max_staleness": 4,
+            "max_completion_length": 2048,
+            "lr_scheduler_type": "constant",
+            "gradient_checkpointing": True,
+        }
+    },
+    "openrlhf": {},
+    "skyrl": {
+        r"\basync\.main_async\b": {"$one_step_off": True},
+        r"main_fully_async|main_dapo_fully_async": {"trainer.fully_async.enabled": True},
+    },
+    "prime_rl": {},
+}
+# "key": our key, or what of ours, has what it says.
+COVERED: Mapping[str, str] = {
+    f"{SAMPLING}.log_prob_max_token_len_per_gpu": "learner.micro_batch_tokens has it",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "learner.micro_batch_tokens has it",
+    "critic.ppo_max_token_len_per_gpu": "learner.micro_batch_tokens has it",
+    "critic.forward_max_token_len_per_gpu": "learner.micro_batch_tokens has it",
+    f"{SAMPLING}.response_length": "rollout.max_new_tokens has it",
+    f"{SAMPLING}.prompt_length": "task.max_prompt_tokens has it",
+    "data.gen_batch_size": "actors take groups one by one",
+    "trainer.fully_async.num_parallel_generation_workers": "schedule.max_staleness bounds it",
+    "trainer.log_val_generations": "a run's folder has its samples",
+    "ds3_gather_for_generation": "engines have weights of their own",
+    "max_inflight_tasks": "schedule.max_staleness bounds it",
+    "queue_maxsize": "schedule.max_staleness bounds it",
+    "generator.inference_engine.async_engine": "engines are asynchronous",
+    "trainer.v1.sync": "the mode is in trainer.v1.trainer_mode",
+    "reward.reward_kwargs.overlong_buffer_cfg.log": "the penalty is a metric",
+    "reward.reward_kwargs.max_resp_len": "rollout.max_new_tokens has it",
+}
 # "key": why it has no counterpart, or what to do about it.
 REASONS: Mapping[str, str] = {
     "reward_model.enable": "a reward model is task.rewards.LABEL.classifier",
@@ -137,25 +203,51 @@ REASONS: Mapping[str, str] = {
     "train.num_episodes": "a run has optimizer steps: schedule.steps",
     "actor.lr_warmup_ratio": "give learner.lr_warmup_steps, in optimizer steps",
     "warmup_ratio": "give learner.lr_warmup_steps, in optimizer steps",
-    "algorithm.use_kl_in_reward": "algorithm.kl_in=reward with algorithm.kl_coef has it",
     "algorithm.kl_ctrl.target_kl": "is of a token there, algorithm.kl_target of an answer",
     "kl_target": "is of a token there, algorithm.kl_target of an answer",
     "data.max_samples": "give a file of so many rows",
+    "data.train_max_samples": "give a file of so many rows",
+    "data.truncation": "longer prompts are skipped or refused, not cut: task.overlong_rows",
+    "data.shuffle": "prompts are always drawn in a random order, by seed",
+    "trainer.balance_batch": "micro-batches are packed by tokens: nothing to set",
+    "trainer.critic_warmup": "critic.warmup_steps, with critic=model or critic=value_head",
+    "trainer.project_name": "give logging.project",
+    "reward.reward_manager.name": "its rewards by data source: give task.args.grader",
+    "reward_model.reward_manager": "its rewards by data source: give task.args.grader",
+    f"{ACTOR}.fsdp_config.model_dtype": "learner.dtype, if you mean it",
+    f"{SAMPLING}.dtype": "actor.bf16.dtype, if you mean it",
+    f"{SAMPLING}.val_kwargs.do_sample": "evaluation.greedy, and evaluation.temperature",
+    f"{SAMPLING}.ignore_eos": "no counterpart: answers end with the model's end token",
+    f"{SAMPLING}.multi_turn.enable": "an environment: docs/environments.md",
+    "actor_rollout_ref.hybrid_engine": "schedule.colocated=true has engines and learner in turn",
+    "tools": "tools are an environment: docs/environments.md",
+    "max_tool_calling_iterations": "tools are an environment, environment.max_turns",
+    "ds.param_dtype": "learner.dtype, if you mean it",
+    "trainer.v1.sampler.max_off_policy_strategy": "older samples are left out, as by drop",
+    "algorithm.filter_groups.max_num_gen_batches": "algorithm.filter_limit is the nearest",
+    f"{SKY_LOSS}.dynamic_sampling.max_sample_batches": "algorithm.filter_limit is the nearest",
+    "trust_remote_code": "model.trust_remote_code=true, if you trust it",
+    f"{MODEL}.trust_remote_code": "model.trust_remote_code=true, if you trust it",
+    "data.trust_remote_code": "model.trust_remote_code=true, if you trust it",
     "algo.dynamic_filtering_range": "only groups of equal rewards are left out",
 }
 # "key=value" that say what is so in rlcore, too.
 NEUTRAL = frozenset(
     (
-        "algorithm.use_kl_in_reward=False",
         "data.truncation=error",
         "trainer.critic_warmup=0",
         "algo.dynamic_filtering_range=[0, 1]",
-        "algo.advantage.gamma=1",
-        "algo.advantage.lambd=1",
-        "algorithm.gamma=1",
         "generator.max_turns=1",
         "generator.use_conversation_multi_turn=False",
-        "generator.eval_sampling_params.top_p=1",
         "data.prompt_split=train",
+        "reward.reward_manager.name=naive",
+        "reward.reward_manager.name=dapo",
+        "data.shuffle=True",
+        "data.return_raw_chat=True",
+        "data.prompt_key=prompt",
+        "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "actor_rollout_ref.rollout.ignore_eos=False",
+        "trainer.v1.sampler.max_off_policy_strategy=drop",
     )
 )

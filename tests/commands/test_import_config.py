@@ -231,9 +231,9 @@ def test_a_script_of_openrlhf_with_arrays(tmp_path, monkeypatch):
     assert values["task.args.train_path"] == "train.jsonl" and values["model.max_len"] == 32
     assert values["task.args.grader"] == "mine.py:reward_func" and values["checkpoint.every"] == 10
     assert values["schedule.groups_per_step"] == 8 and options["schedule"] == "async"
-    assert options["correction"] == ["mis"] and values["correction.mis.level"] == "sequence"
+    assert options["correction"] == ["mis"] and values["correction.mis.level"] == "geometric"
     assert values["algorithm.kl_coef"] == 1e-5 and values["learner.betas"] == [0.9, 0.95]
-    assert {"ckpt.path", "algo.dynamic_filtering_range"} == harmless("run.sh")
+    assert harmless("run.sh") == {"ckpt.path"}
     assert {"train.agent_func_path", "actor.lr_scheduler", "actor.lr_warmup_ratio"} <= set(left)
     assert read("run.sh")[1]["ckpt.path"] == "/home/me/exp/ckpt"
 
@@ -301,7 +301,7 @@ def test_a_command_line_of_verl(tmp_path):
     source, values, options, left = translated("run.sh")
     assert source == "verl" and options["schedule"] == "on_policy"
     assert values["algorithm.advantage"] == "rloo" and values["schedule.groups_per_step"] == 64
-    assert left["trainer.extra.key"] == "no counterpart"
+    assert "not known here" in left["trainer.extra.key"]
     assert "holds a variable" in left["data.train_files"]
 
 
