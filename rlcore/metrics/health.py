@@ -1,8 +1,8 @@
 """The health of a run, from its rows alone: rows in, alarms and a verdict out. Each rule warns once
 a run.
 
-A run is healthy if no rule has spoken and each had enough to judge; with less, the verdict says
-what was seen.
+A run is healthy if no rule has spoken and each had enough to judge, those of the machine's speed
+apart; with less, the verdict says what was seen.
 """
 
 from __future__ import annotations
@@ -148,21 +148,26 @@ class Health:
         return list(dict.fromkeys(text for text in found if text))
 
     def verdict(self) -> RunVerdict:
-        """The verdict on the run so far."""
-        steps, count = self._past.steps, len(self.alarms)
+        """The verdict on the run so far. Warnings of the machine's speed are listed last, and make
+        no run ill: a loaded machine says nothing about the policy."""
+        steps = self._past.steps
         if not steps:
             return RunVerdict("unsure", "No learner step is finished yet.")
-        if count:
-            plural = "s" if count > 1 else ""
-            return RunVerdict("ill", f"{count} warning{plural} in {steps} steps:", self.warnings)
-        lacking = self.lacking()
-        if lacking:
-            said = f"{self._shown()}; {', '.join(lacking)}"
+        slow = [alarm.text for alarm in self.alarms if RULES[alarm.rule].of_speed]
+        told = [alarm.text for alarm in self.alarms if not RULES[alarm.rule].of_speed]
+        beside = f"{_counted(slow)} of the machine's speed:" if slow else ""
+        if told:
+            said = f"{_counted(told)} in {steps} steps"
+            said += f", and {beside}" if slow else ":"
+            return RunVerdict("ill", said, [*told, *slow])
+        end = f"; {beside}" if slow else "."
+        if lacking := self.lacking():
+            seen = f"{self._shown()}; {', '.join(lacking)}{end}"
             few = "Too few steps to judge" if "steps are needed" in lacking[0] else "Not judged"
-            return RunVerdict("unsure", f"{few}: nothing to warn of in {steps} steps, {said}.")
-        return RunVerdict(
-            "well", f"Healthy: nothing to warn of in {steps} steps.", kept=self._kept(steps)
-        )
+            said = f"{few}: nothing to warn of in {steps} steps, {seen}"
+            return RunVerdict("unsure", said, slow)
+        said = f"Healthy: nothing to warn of in {steps} steps{end}"
+        return RunVerdict("well", said, slow, kept=self._kept(steps))
 
     def _shown(self) -> str:
         """The rewards and held-out results so far, in words."""
@@ -178,20 +183,25 @@ class Health:
         return ", ".join(seen) or "no rewards were seen"
 
     def _kept(self, steps: int) -> list[str]:
+        spoken = {alarm.rule for alarm in self.alarms}
         return [
             rule.kept.format(number(getattr(self._spec, name)))
             for name, rule in self._rules.items()
-            if name in self._seen and rule.due(self._spec) <= steps and self._applies(rule)
+            if name in self._seen - spoken and rule.due(self._spec) <= steps and self._applies(rule)
         ]
 
     def _applies(self, rule: Rule) -> bool:
         return not rule.needs or any(self._window(rule).values(name) for name in rule.needs)
 
 
+def _counted(warnings: Sequence[str]) -> str:
+    return f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """A run's verdict: its sentence, the warnings that it follows from, and what a healthy run has
-    kept. Example: RunVerdict("ill", "1 warning in 40 steps:", ["mismatch/ess is 0.34 (...)"])"""
+    """A run's verdict: its sentence, all warnings, and what a healthy run has kept. Example:
+    RunVerdict("ill", "1 warning in 40 steps:", ["mismatch/ess is 0.34 (...)"])"""
 
     kind: Literal["well", "ill", "unsure"]
     said: str

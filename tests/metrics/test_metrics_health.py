@@ -161,6 +161,27 @@ def test_healthy_is_said_with_the_bounds_that_were_kept():
     assert not any("rewards rose" in text for text in verdict.kept)  # of longer runs
 
 
+def test_a_machine_that_is_slow_makes_no_policy_ill():
+    """Its warnings are said and listed last; they neither give nor take the verdict."""
+    slow = {"time/wait_data_s": 1.9, "time/rollout_s": 0.1, "staleness/mean": 3.9}
+    idle = Health(SPEC, ASYNC)
+    idle.resume(rows(30, **slow))
+    found = idle.verdict()
+    assert found.kind == "well" and len(found.warnings) == 3
+    said = "Healthy: nothing to warn of in 30 steps; 3 warnings of the machine's speed:"
+    assert found.said == said and "fresher" in found.line
+    assert not any("waited for data" in text or "did not decode" in text for text in found.kept)
+    lost = Health(SPEC, ASYNC)
+    lost.resume(rows(30, **{**slow, "mismatch/ess": 0.1}))
+    found = lost.verdict()
+    assert found.kind == "ill" and "mismatch/ess" in found.warnings[0]
+    assert found.said == "1 warning in 30 steps, and 3 warnings of the machine's speed:"
+    few = Health(WarningsSpec(), ASYNC)
+    few.resume(rows(25, evals=0, **slow))
+    found = few.verdict()
+    assert found.kind == "unsure" and "Healthy" not in found.line and len(found.warnings) == 3
+
+
 @pytest.mark.parametrize(
     ("found", "lacks"),
     [

@@ -169,7 +169,7 @@ class Rule(ABC):
     optional: ClassVar[bool] = False  # a run without its metrics is none of its concern
     off: ClassVar[float] = 0  # the bound with which it never speaks
     kept: ClassVar[str] = ""  # what a run without its warning has kept, {}: the bound
-    of_policy: ClassVar[bool] = False  # it says that the policy is being lost
+    of_speed: ClassVar[bool] = False  # it judges how fast the machine is, and not what it trains
 
     def rows(self, spec: WarningsSpec) -> int:
         """The rows that it judges."""

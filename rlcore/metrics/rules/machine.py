@@ -63,6 +63,7 @@ class StalenessShare(Rule):
     optional = True
     off = 1
     kept = "samples stayed fresher than {} of what the schedule allows"
+    of_speed = True
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         mean, most = window.mean("staleness/mean"), window.course.staleness_bound
@@ -85,6 +86,7 @@ class LearnerIdle(Rule):
     optional = True
     off = 1
     kept = "the learner waited for data at most {} of the time"
+    of_speed = True
 
     def concerns(self, course: Course) -> bool:
         return not course.takes_turns
@@ -110,6 +112,7 @@ class EngineIdle(Rule):
     optional = True
     off = 1
     kept = "engines did not decode at most {} of the time"
+    of_speed = True
 
     def concerns(self, course: Course) -> bool:
         return not course.takes_turns

@@ -56,7 +56,6 @@ class AnswerKl(Fast):
     bound = "answer_kl"
     needs = ("mismatch/kl_k3", "response_length/mean")
     kept = "samples stayed within {} nats an answer of the policy"
-    of_policy = True
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         found = [answer_kl(row, window.past.floor) for row in window.rows]
@@ -96,7 +95,6 @@ class EffectiveSamples(Fast):
     bound = "ess"
     needs = ("mismatch/ess",)
     kept = "samples spoke for the learner's policy (mismatch/ess {} or more)"
-    of_policy = True
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         below = [v for v in window.values("mismatch/ess") if v < spec.ess]
@@ -118,7 +116,6 @@ class Fallen(Fast):
     bound = "fallen"
     needs = ("reward/mean",)
     kept = "rewards stayed above {} of the best that the run had"
-    of_policy = True
 
     def due(self, spec: WarningsSpec) -> int:
         return 2 * RECENT
@@ -148,7 +145,6 @@ class HeldOutFallen(Rule):
 
     bound = "heldout"
     kept = "held-out results did not end {} standard errors below the first"
-    of_policy = True
 
     def rows(self, spec: WarningsSpec) -> int:
         return 1
