@@ -338,6 +338,13 @@ def _referee(given: Given) -> int:
     return referee(given.operands[0], as_json=given.flag("json"))
 
 
+def _diagnose(given: Given) -> int:
+    from rlcore.dumps.diagnose import run
+
+    answers = int((given.text("answers") or "0")[:20])
+    return run(given.operands, answers=answers, as_json=given.flag("json"), out=given.text("out"))
+
+
 def _completion(given: Given) -> int:
     from rlcore.config.completion import install, script
 
@@ -442,6 +449,7 @@ HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "import-config": _import_config,
     "replay": _replay,
     "referee": _referee,
+    "diagnose": _diagnose,
     "completion": _completion,
 }
 

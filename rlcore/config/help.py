@@ -11,7 +11,8 @@ from rlcore.config.verbs import VERBS, Key, Verb
 WIDTH = 100
 SHORT = 28  # characters of values that stand beside their key
 ENDING = """Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
-4 the policy was lost (schedule.on_collapse), 130 stopped with a checkpoint."""
+3 rlcore diagnose advises something, 4 the policy was lost (schedule.on_collapse),
+130 stopped with a checkpoint."""
 
 
 def overview() -> str:

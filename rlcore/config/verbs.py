@@ -342,6 +342,18 @@ VERBS: Mapping[str, Verb] = {
             operands=Operands("FILE.py:LOSS", 1, 1, "text"),
         ),
         Verb(
+            "diagnose",
+            "samples of any trainer: how far the actors are from the learner, and what helps",
+            ("rlcore diagnose FILE... [answers=N] [json=true] [out=FILE]",),
+            (
+                Key("answers", "of an optimizer step, which decide on N*", "number", "those read"),
+                JSON,
+                Key("out", "the page to write", "file"),
+            ),
+            settings=False,
+            operands=Operands("FILE", 1, None, "file"),
+        ),
+        Verb(
             "completion",
             "completion of these commands in a shell: print its script, or install it",
             ("rlcore completion bash|zsh [install=true]",),

@@ -76,7 +76,7 @@ def shadow_metrics(
         corrected = pipeline.correct(step, reduce, measure=False)
         for kind, rows in groups:
             pair = (corrected.mask[rows], _weights(corrected)[rows], own[rows])
-            values = _compared(step.mask[rows] != 0, step.advantages[rows], *pair, reduce)
+            values = compared(step.mask[rows] != 0, step.advantages[rows], *pair, reduce)
             values = {f"shadow/{label}/{name}": value for name, value in values.items()}
             found |= at_kind(values, kind) if kind else values
     return found
@@ -86,7 +86,7 @@ def _weights(corrected: Corrected) -> Tensor:
     return corrected.weight.double().where(corrected.mask, 0.0)
 
 
-def _compared(
+def compared(
     on: Tensor, advantages: Tensor, mask: Tensor, weight: Tensor, own: Tensor, reduce: Reduce
 ) -> dict[str, float]:
     """Metrics of one list; masks [B, T] bool, weights [B, T] float64, 0 outside their masks."""

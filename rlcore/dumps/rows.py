@@ -1,0 +1,224 @@
+"""One answer of a dump: its fields, and what is wrong with it.
+
+The schema of a row, in JSON or Parquet (docs/diagnose.md):
+
+    logp_inf, logp_ref       [T] log-probs of the sampled tokens, of the actor and of the learner
+    mask                     [T] 0 or 1: tokens that count; left out: all
+    advantages               [T], or one number for the answer
+    reward                   one number
+    group                    text or number, equal for the answers to one prompt
+    kind                     text: the kind of actor that sampled it
+    version, ref_version     optimizer steps behind the weights that sampled it ([T] or one number),
+                             and behind those of logp_ref
+    token_ids                [T]
+    topk_ids_inf, topk_logp_inf, ref_logp_at_inf_ids, topk_ids_ref, topk_logp_ref
+                             [T, k]: the actor's top k, the learner's log-probs at these ids, and
+                             the learner's own top k
+    vocabulary               entries of the vocabulary
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import UserError
+
+TOP_K = (
+    "topk_ids_inf",
+    "topk_logp_inf",
+    "ref_logp_at_inf_ids",
+    "topk_ids_ref",
+    "topk_logp_ref",
+)
+REQUIRED = ("logp_inf", "logp_ref")
+#: what is measured from each field that a row may lack
+OPTIONAL = {
+    "advantages": "whether corrections turn the gradient (cosines)",
+    "group": "whether the mismatch repeats (fixed_share)",
+    "kind": "figures by kind of actor",
+    "version": "figures by age of the samples",
+    "token_ids": "whether the mismatch repeats (fixed_share)",
+    "topk_logp_inf": "Jackpot's weights",
+}
+ROUNDING = 1e-3  # a log-prob that exceeds 0 by less was rounded
+PADDED = 4  # so many log-probs of exactly 0 in a row are a prompt's, which no actor sampled
+
+
+class WrongRow(Exception):
+    """A row that is left out. Example: WrongRow("logp_inf", "holds NaN at token 3")"""
+
+    def __init__(self, column: str, why: str) -> None:
+        super().__init__(f"{column} {why}")
+        self.column, self.why = column, why
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The sampled tokens of one answer, without those that do not count. Lists are of one length.
+
+    Example: Row([-0.1, -2.0], [-0.1, -1.9], [1.0, 1.0], group="7", kind="fp8")
+    """
+
+    logp_inf: Sequence[float]
+    logp_ref: Sequence[float]
+    advantages: Sequence[float] | None = None
+    reward: float | None = None
+    group: str | None = None
+    kind: str | None = None
+    version: Sequence[int] | None = None
+    ref_version: int | None = None
+    token_ids: Sequence[int] | None = None
+    topk_ids_inf: Sequence[Sequence[int]] | None = None
+    topk_logp_inf: Sequence[Sequence[float]] | None = None
+    ref_logp_at_inf_ids: Sequence[Sequence[float]] | None = None
+    topk_ids_ref: Sequence[Sequence[int]] | None = None
+    topk_logp_ref: Sequence[Sequence[float]] | None = None
+    vocabulary: int | None = None
+
+    def has(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+
+def row_of(fields: Mapping[str, Any]) -> Row:
+    """Read a row of the schema. Raises WrongRow with the column."""
+    inf = _numbers("logp_inf", fields.get("logp_inf"))
+    ref = _numbers("logp_ref", fields.get("logp_ref"), len(inf))
+    mask = _mask(fields.get("mask"), len(inf))
+    on = [i for i, chosen in enumerate(mask) if chosen]
+    if not on:
+        raise WrongRow("mask", "leaves no sampled token")
+    _check_logps("logp_inf", inf, on, least=-math.inf)
+    _check_logps("logp_ref", ref, on, least=None)
+    _check_prompt(inf, ref, on)
+    found: dict[str, Any] = {
+        name: [float(fields[name])] * len(on) if _is_number(fields[name]) else None
+        for name in ("advantages",)
+        if fields.get(name) is not None
+    }
+    for name in ("advantages", "version", "token_ids"):
+        value = fields.get(name)
+        if value is None or found.get(name) is not None:
+            continue
+        listed = [value] * len(inf) if _is_number(value) else _numbers(name, value, len(inf))
+        chosen = [listed[i] for i in on]
+        if any(not math.isfinite(v) for v in chosen):
+            raise WrongRow(name, "is not finite")
+        found[name] = chosen if name == "advantages" else [int(v) for v in chosen]
+    return Row(
+        [min(inf[i], 0.0) for i in on],
+        [min(ref[i], 0.0) for i in on],
+        **found,
+        **_top(fields, on, len(inf)),
+        reward=_one("reward", fields.get("reward")),
+        group=None if fields.get("group") is None else str(fields["group"]),
+        kind=None if fields.get("kind") is None else str(fields["kind"]),
+        ref_version=_whole("ref_version", fields.get("ref_version")),
+        vocabulary=_whole("vocabulary", fields.get("vocabulary")),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _numbers(name: str, value: Any, length: int | None = None) -> list[float]:
+    if value is None:
+        raise WrongRow(name, "is missing")
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise WrongRow(name, f"is {type(value).__name__} and not a list of numbers")
+    if length is not None and len(value) != length:
+        raise WrongRow(name, f"has {len(value)} entries, and logp_inf {length}")
+    if not value:
+        raise WrongRow(name, "holds no token")
+    wrong = next((i for i, v in enumerate(value) if v is not None and not _is_number(v)), None)
+    if wrong is not None:
+        raise WrongRow(name, f"holds {type(value[wrong]).__name__} at token {wrong + 1}")
+    return [math.nan if v is None else float(v) for v in value]
+
+
+def _mask(value: Any, length: int) -> list[bool]:
+    if value is None:
+        return [True] * length
+    if isinstance(value, (list, tuple)):
+        value = [int(v) if isinstance(v, bool) else v for v in value]
+    found = _numbers("mask", value, length)
+    if any(v not in (0.0, 1.0) for v in found):
+        raise WrongRow("mask", "holds other numbers than 0 and 1")
+    return [v == 1.0 for v in found]
+
+
+def _check_logps(name: str, values: list[float], on: list[int], *, least: float | None) -> None:
+    for i in on:
+        value = values[i]
+        if math.isnan(value):
+            raise WrongRow(name, f"holds NaN at token {i + 1}")
+        if value > ROUNDING:
+            raise WrongRow(name, f"is {value:g} at token {i + 1}, and no log-prob is above 0")
+        if value == least:
+            raise WrongRow(name, f"is -inf at token {i + 1}, which was sampled")
+
+
+def _check_prompt(inf: list[float], ref: list[float], on: list[int]) -> None:
+    """Trainers pad the places of a prompt with log-probs of 0."""
+    first = [inf[i] == 0.0 and ref[i] < -ROUNDING for i in on[:PADDED]]
+    if len(first) == PADDED and all(first):
+        raise WrongRow("mask", "covers tokens that no actor sampled: logp_inf is 0 at the first")
+
+
+def _top(fields: Mapping[str, Any], on: list[int], length: int) -> dict[str, Any]:
+    """The lists [T, k] of both top k, or nothing."""
+    if any(fields.get(name) is None for name in TOP_K):
+        return {}
+    found = {}
+    for name in TOP_K:
+        value = fields[name].tolist() if hasattr(fields[name], "tolist") else fields[name]
+        if not isinstance(value, (list, tuple)) or len(value) != length:
+            raise WrongRow(name, "has another number of tokens than logp_inf")
+        found[name] = [list(value[i]) for i in on]
+    sizes = {len(entry) for lists in found.values() for entry in lists}
+    if len(sizes) != 1:
+        raise WrongRow("topk_ids_inf", "has another number of entries than its log-probs")
+    return found
+
+
+def _one(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not _is_number(value) or not math.isfinite(value):
+        raise WrongRow(name, "is no finite number")
+    return float(value)
+
+
+def _whole(name: str, value: Any) -> int | None:
+    found = _one(name, value)
+    return None if found is None else int(found)
+
+
+def write(path: str | Path, **columns: Any) -> int:
+    """Append the answers of a batch to a JSONL file, from inside any trainer. Returns how many.
+
+    Columns are those of the schema, each a tensor or list [B, T], [B, T, k] or [B]; a column that
+    is None is left out. Padding is where `mask` is 0. Raises UserError for unequal batches.
+
+        write("rows.jsonl", logp_inf=inf, logp_ref=ref, mask=mask, advantages=advantages)
+    """
+    lists = {
+        name: value.tolist() if hasattr(value, "tolist") else list(value)
+        for name, value in columns.items()
+        if value is not None
+    }
+    sizes = {name: len(value) for name, value in lists.items()}
+    if len(set(sizes.values())) != 1:
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(f"columns of {path} are of batches of unequal sizes: {told}.")
+    with Path(path).open("a", encoding="utf-8") as file:
+        for values in zip(*lists.values(), strict=True):
+            file.write(json.dumps(dict(zip(lists, values))) + "\n")
+    return next(iter(sizes.values()))
