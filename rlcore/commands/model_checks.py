@@ -304,7 +304,7 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
     refuse(
         not _experts(model),
         f"{key} repeats the choices of a mixture of experts, and the model of model.path="
-        f"{config.model.path} has one expert for every token: use live.",
+        f"{config.model.path} has one expert for every token: use {key.partition('=')[0]}=false.",
     )
     for label, actor in config.actor.items():
         its = f"actor.{label}"

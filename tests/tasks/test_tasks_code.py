@@ -350,7 +350,15 @@ CHECKS = {
     "assert all(is_valid(len(x), x) is True for x in map(solve, (1, 2)))": {"is_valid"},
     "assert 2 <= size(solve(3)) <= LIMIT": {"LIMIT", "size"},
     "assert solve(3) == brute_force(3)": {"brute_force"},
+    "assert list(map(is_valid, (3, 4), (solve(3), solve(4)))) == [True, True]": {"is_valid"},
+    "assert size(solve(3)) == 4": {"size"},
+    "n = size(solve(3))\nn = n + 1\nassert n == 4": {"size"},
+    "for n, many in ((3, 3), (4, 4)):\n    assert size(solve(n)) == many": {"size"},
+    "assert size(solve(solve(3))) == 4": set(),
     "assert decode(encode([1])) == [1]": set(),
+    "assert decode(encode(1)) == 1": set(),
+    "assert size(solve(3)) == 3": {"size"},
+    "x = [1]\nfound = decode(encode(x))\nassert found == x": set(),
     "assert solve(size([1])) == [1]": set(),
     "assert is_valid(1, [1])": set(),
 }
@@ -363,12 +371,32 @@ def test_a_checker_of_the_reference_is_the_references(tests):
     assert found.names and not set(found.names) & CHECKS[tests]
 
 
+JUDGE = """
+class Judge:
+    def accepts(self, x): return len(x) == 5
+judge = Judge()
+def solve(n): return [n] * 5
+"""
+JUDGES = {
+    "assert Judge().accepts(solve(3))": {"Judge"},
+    "found = solve(3)\nassert judge.accepts(found)": {"judge"},
+    "Judge().accepts(solve(3))": set(),
+    "assert Judge().accepts([1]) and solve(3)": set(),
+}
+
+
+@pytest.mark.parametrize("tests", JUDGES)
+def test_an_object_that_only_judges_is_the_references(tests):
+    assert set(program_tests(tests, JUDGE, ()).helpers) == JUDGES[tests]
+
+
 @pytest.mark.processes
 def test_a_program_does_not_bring_its_own_checker(tmp_path):
     tests = [
         "assert is_valid(3, solve(3))",
         "assert solve(3) == brute_force(3)",
         "assert 2 <= size(solve(2)) <= LIMIT",
+        "assert size(solve(4)) == 4",
     ]
     row = {"text": "q", "code": CHECKED, "test_list": tests, "test_setup_code": ""}
     path = tmp_path / "rows.jsonl"
