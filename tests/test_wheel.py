@@ -135,6 +135,9 @@ def test_the_base_alone_corrects_and_judges_losses_and_says_what_else_needs_more
         assert " passed" in base_run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
         place, judged = base_run("-c", MAIN, "referee", "loss.py:loss", "json=true").split("\n", 1)
         assert place == str(site / "rlcore") and json.loads(judged)
+        row = json.dumps({"logp_inf": [-1.0, -0.5], "logp_ref": [-1.0, -0.5]})
+        (tmp_path / "rows.jsonl").write_text(f"{row}\n")
+        assert "1 answers of rows.jsonl" in base_run("-c", MAIN, "diagnose", "rows.jsonl")
         assert "rlcore VERB --help" in base_run("-c", MAIN, "--help")
         refused = base_run("-c", MAIN, "train", "experiment=quickstart", code=2).splitlines()[-1]
         assert refused.endswith("without what trains: pip install 'rlcore[train]'.")

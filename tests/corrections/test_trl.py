@@ -4,6 +4,7 @@ it is installed into a folder of its own."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 from timing import deadline
 
+from rlcore.dumps.diagnose import diagnose
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
-PAGE = Path(__file__).parents[2] / "docs/functional.md"
+DOCS = Path(__file__).parents[2] / "docs"
 # what TRL imports and our environment lacks; versions are those that the page was run with
 PACKAGES = (
     "trl==1.16.0",
@@ -32,9 +34,10 @@ PACKAGES = (
 )
 
 
-def block() -> str:
+def block(page: str = "functional.md") -> str:
     """The page's only code block in Python."""
-    (found,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (found,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return found
 
 
@@ -58,7 +61,7 @@ def trl() -> str:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_page_s_block_trains_in_trl(trl: str, tmp_path: Path) -> None:
+def test_the_pages_blocks_train_in_trl(trl: str, tmp_path: Path) -> None:
     """With an actor that matches, alpha is 0 and the run is TRL's own; with one that does not, the
     weights change it."""
     model = build_fresh_model(
@@ -69,6 +72,7 @@ def test_the_page_s_block_trains_in_trl(trl: str, tmp_path: Path) -> None:
         max_len=64,
     )
     (tmp_path / "block.py").write_text(block(), encoding="utf-8")
+    (tmp_path / "writing.py").write_text(block("diagnose.md"), encoding="utf-8")
     words = [sys.executable, str(Path(__file__).parent / "trl_run.py"), str(model), str(tmp_path)]
     paths = os.pathsep.join([trl, str(tmp_path)])
     env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -80,3 +84,8 @@ def test_the_page_s_block_trains_in_trl(trl: str, tmp_path: Path) -> None:
     assert found["matched"]["alpha"] == 0.0 and found["from_trl"] < 1e-6
     assert 0.0 < found["mismatched"]["alpha"] <= 1.0
     assert found["moved"] > 1e-4 and found["steps"] == 4
+    # every other token is 0.3 nats off
+    figures = diagnose(tmp_path / "rows.jsonl").figures[""].figures
+    off = figures["abs_dlogp_mean"] / 0.3
+    assert 0.2 < off <= 0.5 and figures["answers"] % 4 == 0
+    assert figures["kl_k3"] == pytest.approx(off * (math.expm1(0.3) - 0.3), rel=1e-3)

@@ -27,6 +27,7 @@ def with_an_actor(self: Any, inputs: Any) -> Any:
 
 GRPOTrainer._generate_and_score_completions = with_an_actor
 from block import AisTrainer  # noqa: E402
+from writing import WritingTrainer  # noqa: E402
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -73,6 +74,7 @@ theirs, _ = train(GRPOTrainer)
 matched, first = train(AisTrainer)
 noise = 0.3
 mismatched, second = train(AisTrainer)
+train(WritingTrainer)
 result = {
     "matched": signals(first),
     "mismatched": signals(second),
