@@ -282,6 +282,11 @@ class Needs:
     short_circuit: bool = False  # PPO's ratio is p_new / SG(p_new), so that its clip never binds
 
 
+# log p_new, log p_ref (as `Correction.correct` has it) and log p_inf of n other tokens at each
+# position, [B, T, n] each -> the weight that the correction would have given them
+WeighAt = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+
+
 @dataclass(slots=True)
 class Corrected:
     """A correction's verdict: values the loss multiplies by, never a branch inside the loss.
@@ -302,18 +307,22 @@ class Corrected:
     # [B, T] float32 of at least 1, or None: what the upper bound of PPO's clip is multiplied by
     # where the advantage is positive; the pipeline multiplies what its corrections return
     widen: torch.Tensor | None = None
+    # of a correction whose weight is a function of the token alone, in this batch: None elsewhere,
+    # and where it is 1
+    weigh_at: WeighAt | None = None
+    # [B, T, k + 1] float32, or None: `Correction.centre`
+    centre: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> Corrected:
         """The same of some of the sequences, as `StepTensors.rows` takes them."""
-        optional = (self.kinds, self.score, self.widen)
-        kinds, score, widen = (None if v is None else v[chosen] for v in optional)
-        return Corrected(
-            self.weight[chosen], self.mask[chosen], {}, kinds=kinds, score=score, widen=widen
-        )
+        optional = {"kinds": self.kinds, "score": self.score, "widen": self.widen}
+        optional["centre"] = self.centre
+        cut = {name: None if v is None else v[chosen] for name, v in optional.items()}
+        return Corrected(self.weight[chosen], self.mask[chosen], {}, **cut)
 
 
 class Correction(ABC):
-    """Up to four hooks, each optional and by default the identity, and pure but for what `state`
+    """Up to five hooks, each optional and by default the identity, and pure but for what `state`
     returns.
 
     The buffer decides which samples of a finished group are kept: `algorithm.train_on_best`.
@@ -341,6 +350,12 @@ class Correction(ABC):
         policy that weights must lead to: p_ref, or p_new where the loss carries no p_new/p_ref.
         """
         return current
+
+    def centre(self, step: StepTensors, weigh_at: WeighAt | None) -> torch.Tensor | None:
+        """Hook 5: the weighted probabilities [B, T, k + 1] of the actor's stored tokens and of all
+        others together, whose expected gradient leaves the loss (score centering); None: nothing
+        does. `weigh_at`: the product of all weights of the list; None: they are 1."""
+        return None
 
     def state(self) -> Mapping[str, Any]:
         """Return all that later steps depend on, equal on all ranks, as JSON holds it. Checkpoints

@@ -12,6 +12,7 @@ from rlcore.cluster.specs import joined_address
 from rlcore.config.kinds import dvp_of
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
+from rlcore.corrections.centre import cautions as centre_cautions
 from rlcore.errors import UserError
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
@@ -155,6 +156,19 @@ def idle_clip(config: RunConfig) -> str | None:
         f"the clip of algorithm.loss={loss} never binds, since every update phase is one optimizer "
         "step, in which p_new is p_ref: schedule.steps_per_phase or schedule.epochs above 1 make "
         "it longer"
+    )
+
+
+def cautions(config: RunConfig) -> list[str]:
+    """Sentences on corrections that are accepted and may not do what is hoped for."""
+    chosen = [dict(found.chosen()) for found in config.correction_lists.values()]
+    return list(
+        centre_cautions(
+            [spec for own in chosen for spec in own.values()],
+            critic=config.critic.trained,
+            stored=config.rollout.logprobs_k,
+            floor=max(actor.probability_floor for actor in config.actor.values()),
+        )
     )
 
 

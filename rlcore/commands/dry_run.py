@@ -165,6 +165,7 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         yield from (f"{whose}{n}: {_settings(s)}" for n, s in found.chosen().items())
         if not found.chosen():
             yield f"{whose}{none}"
+    yield from derived.cautions(config)
     shadow = config.correction.shadows
     for label, chosen in shadow.lists.items():
         settings = "; ".join(f"{n}: {_settings(s)}" for n, s in chosen.items())

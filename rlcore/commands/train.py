@@ -208,7 +208,8 @@ def train(
             if callbacks:
                 logger.sinks.append(CallbackSink(owner.folder, callbacks, stop.ask))
             run.stop.interrupt()
-            for news in (owner.news, swept, derived.idle_clip(config), *unread(config), *said):
+            warned = [*derived.cautions(config), *unread(config)]
+            for news in (owner.news, swept, derived.idle_clip(config), *warned, *said):
                 if news:
                     reporter.note(news)
             try:

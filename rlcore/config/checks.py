@@ -241,6 +241,7 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
     )
     loss = loss_class(c.algorithm.loss)
     for label, spec in chosen.items():
+        spec.beside(key, chosen, c.algorithm)
         refuse(
             spec.needs_topk and c.rollout.logprobs_k < 1,
             f"rollout.logprobs_k={c.rollout.logprobs_k} leaves {key}={label} without the "

@@ -61,6 +61,10 @@ class AisSpec(CorrectionSpec):
     )
 
     @property
+    def token_alone(self) -> bool:
+        return True
+
+    @property
     def biases(self) -> tuple[Bias, ...]:
         caps = Bias("truncation", {"cap": WIDE})
         return (caps, Bias("partial correction", where="matched"))
@@ -259,19 +263,26 @@ class Ais(Correction):
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
         on = inside(step, current.mask)  # a token outside would count as the largest difference
+        cap = self.settings["cap"]
+        share: float | Tensor
         if self._seen is not None:
             difference, usable = log_difference(step.logp_ref, step.logp_inf, on)
             self._seen.follow(step, usable, reduce)
             share, metrics = self._seen.share(step, usable, reduce)
-            w = ratio(difference).clamp(max=self.settings["cap"])
-            weight = finish(1.0 + share * (w - 1.0), usable, on)
+            weight = finish(1.0 + share * (ratio(difference).clamp(max=cap) - 1.0), usable, on)
+            share = share[..., None]
         else:
             weight, metrics = ais(
                 *(step.logp_ref, step.logp_inf, step.advantages, on),
                 **self.settings,
                 reduce=reduce,
             )
-        return Corrected(current.weight * weight, current.mask, metrics)
+            share = metrics["alpha"]
+
+        def weigh_at(_new: Tensor, ref: Tensor, inf: Tensor) -> Tensor:
+            return 1.0 + share * (ratio(ref - inf).clamp(max=cap) - 1.0)
+
+        return Corrected(current.weight * weight, current.mask, metrics, weigh_at=weigh_at)
 
     def state(self) -> Mapping[str, Any]:
         return {} if self._seen is None else self._seen.state()

@@ -37,19 +37,23 @@ _CELLS = SIZE * SIZE
 # ----- of the head pass -----
 
 
-@lru_cache(maxsize=16)
-def _places(count: int, device: torch.device) -> Tensor:
-    """[count, 16] float32: one entry of each row is 1 or -1, by a hash of it (count sketch); up to
-    16 rows keep a number each."""
-    if count <= SIZE:
-        return torch.eye(count, SIZE, device=device)
-    bits = torch.arange(1, count + 1, dtype=torch.int64)
+def places_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry in 0..15 and the sign (1 or -1, float32) that stand for each row, by a hash of it
+    (count sketch); the first 16 keep an entry each. rows [...] int64, not negative."""
+    bits = rows + 1
     for factor in (0x45D9F3B, 0x119DE1F3):
         bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
-    bits ^= bits >> 16
-    found = torch.zeros(count, SIZE)
-    found[torch.arange(count), bits % SIZE] = (1 - 2 * ((bits >> 8) & 1)).float()
-    return found.to(device)
+    bits = bits ^ (bits >> 16)
+    first = rows < SIZE
+    sign = torch.where(first, 0, (bits >> 8) & 1)
+    return torch.where(first, rows, bits % SIZE), (1 - 2 * sign).float()
+
+
+@lru_cache(maxsize=16)
+def _places(count: int, device: torch.device) -> Tensor:
+    """[count, 16] float32: `places_of` as the rows of a matrix."""
+    place, sign = places_of(torch.arange(count))
+    return torch.zeros(count, SIZE).scatter_(1, place[:, None], sign[:, None]).to(device)
 
 
 def last_layer_sketch(hidden: Tensor, weights: Tensor, total: Tensor, targets: Tensor) -> Tensor:

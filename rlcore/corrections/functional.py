@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 
 from rlcore.corrections.ais import ais, ais_accumulate, ais_weight
-from rlcore.corrections.dppo import dppo, drpo, topk_divergence
+from rlcore.corrections.centre import centre
+from rlcore.corrections.dppo import dppo, drpo, obrs_divergence, topk_divergence
+from rlcore.corrections.drift import policy_distance, unbiased_square
 from rlcore.corrections.dvp import safe_set_logprobs
 from rlcore.corrections.jackpot import (
     JackpotSpec,
@@ -42,7 +44,6 @@ from rlcore.corrections.jackpot import (
     jackpot_weight,
     obrs_acceptance,
     obrs_calibrate,
-    obrs_divergence,
     obrs_normalizer,
 )
 from rlcore.corrections.m2po import m2po
@@ -84,6 +85,7 @@ __all__ = [
     "ais_weight",
     "batch_worth_correcting",
     "best_of_group",
+    "centre",
     "dppo",
     "drift_accumulate",
     "drift_values",
@@ -109,6 +111,7 @@ __all__ = [
     "opsm",
     "outliers",
     "penalty_weight",
+    "policy_distance",
     "rapid_advantages",
     "safe_set_logprobs",
     "sampled_kl",
@@ -118,6 +121,7 @@ __all__ = [
     "tis",
     "token_uniforms",
     "topk_divergence",
+    "unbiased_square",
     "vcpo_scale",
     "vesp",
     "veto",

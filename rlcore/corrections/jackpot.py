@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from rlcore.corrections.dppo import obrs_divergence
 from rlcore.corrections.numerics import (
     InvalidArgument,
     SumReduce,
@@ -42,7 +43,7 @@ from rlcore.corrections.numerics import (
     total,
 )
 from rlcore.corrections.specs import CorrectionSpec
-from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.interfaces import Corrected, Correction, Needs, Reduce, WeighAt
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
 from rlcore.objectives.specs import ObjectiveSpec
@@ -105,6 +106,10 @@ class JackpotSpec(CorrectionSpec):
     @property
     def needs_topk(self) -> bool:
         return self.mode != "mask" and self.normaliser != "none"  # Z is estimated from them
+
+    @property
+    def token_alone(self) -> bool:
+        return self.mode == "expected" and (self.tail == "residual" or not self.needs_topk)
 
     @property
     def rejects(self) -> bool:
@@ -249,36 +254,6 @@ def _unknown_probability(p_inf: Tensor, known: Tensor, unknown: Tensor, missing:
     return torch.where(unknown, each, 0.0)
 
 
-def obrs_divergence(
-    topk_ids_inf: Tensor,
-    topk_logp_inf: Tensor,
-    logp_tgt_at_inf_ids: Tensor,
-    *,
-    lam: float = _JACKPOT.lam,
-) -> Tensor:
-    """KL(p_t || p_kept) [B, T] float32 in nats, from the actor's stored top k: how far the accepted
-    tokens are from the target.
-
-    `sum_x p_t log(p_t/p_kept)` over the stored tokens and one bin for all others, with `p_kept =
-    min(p_inf, p_t/lam)/Z` over the same bins. Never negative; exact when k is the vocabulary, and 0
-    when the distributions match. Arguments as in `obrs_normalizer`.
-    """
-    positive("lam", lam)
-    same_shape(
-        topk_ids_inf=topk_ids_inf,
-        topk_logp_inf=topk_logp_inf,
-        logp_tgt_at_inf_ids=logp_tgt_at_inf_ids,
-    )
-    first = first_occurrence(topk_ids_inf.long())
-    known = [probability(logp, first) for logp in (topk_logp_inf, logp_tgt_at_inf_ids)]
-    p_inf, p_tgt = (torch.cat([p, (1.0 - p.sum(-1, keepdim=True)).clamp(min=0)], -1) for p in known)
-    # p_t/p_kept = Z max(lam, p_t/p_inf)
-    z = torch.minimum(p_inf, p_tgt / lam).sum(-1)
-    rises = (p_tgt / p_inf.clamp(min=TINY)).clamp(min=lam)
-    divergence = z.clamp(min=TINY).log() + (p_tgt * rises.log()).sum(-1)
-    return divergence.clamp(min=0).to(result_dtype(topk_logp_inf))
-
-
 def obrs_calibrate(
     z_approx: Tensor,
     accepted: Tensor,
@@ -399,6 +374,7 @@ class JackpotWeights(NamedTuple):
     z: Tensor | None  # [B, T] calibrated normaliser, where weights carry one
     z_approx: Tensor | None  # [B, T] before calibration
     unknown: Tensor | None  # [B, T] share of V_k without p_inf
+    stay: Tensor | float = 1.0  # the share of tokens that weights of mode=expected divide by
 
 
 def jackpot_accumulate(tokens: JackpotTokens, settings: JackpotSpec | None = None) -> Tensor:
@@ -444,12 +420,13 @@ def jackpot(
         statistics = calibration_sums(z_approx, drawn, on)
         statistics = statistics if reduce is None else reduce(statistics)
     z, _, alpha_hat = calibrated(z_approx, on, statistics, lam=settings.lam)
-    weight = _weight(z, tokens, settings)
+    weight, stay = _weight(z, tokens, settings), torch.ones_like(alpha_hat)
     if settings.mode == "expected":
         # all tokens are divided by, where the mean over accepted ones has alpha_hat of them
-        weight = weight * (probability / alpha_hat.clamp(min=TINY)).to(weight)
+        stay = alpha_hat.clamp(min=TINY)
+        weight = weight * (probability / stay).to(weight)
     weight = torch.where(on, weight, 1.0)
-    return JackpotWeights(weight, keep, probability, accepted, z, z_approx, unknown)
+    return JackpotWeights(weight, keep, probability, accepted, z, z_approx, unknown, stay)
 
 
 def _checked(tokens: JackpotTokens, settings: JackpotSpec | None) -> JackpotSpec:
@@ -532,7 +509,19 @@ class Jackpot(Correction):
         )
         found = jackpot(tokens, self.spec, reduce=reduce)
         metrics = self._metrics(tokens, found, reduce)
-        return Corrected(current.weight * found.weight, found.keep, metrics)
+        at = self._weigh_at(found) if self.spec.token_alone else None
+        return Corrected(current.weight * found.weight, found.keep, metrics, weigh_at=at)
+
+    def _weigh_at(self, found: JackpotWeights) -> WeighAt:
+        """Averaged over their draws."""
+
+        def weigh_at(new: Tensor, ref: Tensor, inf: Tensor) -> Tensor:
+            z = torch.ones_like(inf) if found.z is None else found.z[..., None].expand_as(inf)
+            other = JackpotTokens(new, ref, inf, z, z)
+            share = obrs_acceptance(other.target(self.spec), inf, lam=self.spec.lam)
+            return share / found.stay * _weight(z, other, self.spec)
+
+        return weigh_at
 
     def _topk(self, step: StepTensors) -> TopK | None:
         """Both sides' most likely tokens, if all of them are there."""

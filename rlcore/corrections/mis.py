@@ -39,6 +39,10 @@ class MisSpec(CorrectionSpec):
     level: Literal["token", "sequence", "geometric"] = setting("token", "of the ratio")
 
     @property
+    def token_alone(self) -> bool:
+        return self.level == "token"
+
+    @property
     def corrects(self) -> Literal["token", "sequence"]:
         return "token" if self.level == "token" else "sequence"
 
@@ -60,6 +64,10 @@ class IcePopSpec(CorrectionSpec):
 
     low: float = setting(0.5, "ratios below weigh 0", ge=0, le=1)
     high: float = setting(5.0, "ratios above weigh 0", ge=1)
+
+    @property
+    def token_alone(self) -> bool:
+        return True
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -115,7 +123,11 @@ class Mis(Correction):
             level=spec.level,
         )
         metrics = {"masked_share": share(weight == 0, inside(step, current.mask), reduce)}
-        return Corrected(current.weight * weight, current.mask, metrics)
+        at = self._at if spec.token_alone else None
+        return Corrected(current.weight * weight, current.mask, metrics, weigh_at=at)
+
+    def _at(self, _new: Tensor, ref: Tensor, inf: Tensor) -> Tensor:
+        return mis(ref, inf, torch.ones_like(inf), low=self.spec.low, high=self.spec.high)
 
 
 class IcePop(Mis):

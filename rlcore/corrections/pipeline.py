@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.break_even import NEARLY_WHOLE, BreakEven
+from rlcore.corrections.drift import DriftEstimate
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
 from rlcore.corrections.numerics import at_least_float32, inside, total
 from rlcore.corrections.specs import CorrectionSpec, Stratum
 from rlcore.errors import UserError
-from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.interfaces import Corrected, Correction, Needs, Reduce, WeighAt
 from rlcore.lazy import no_grad, torch
 from rlcore.objectives.advantages import without_truncated
 from rlcore.objectives.kl import penalty_weight
@@ -105,6 +106,8 @@ class Pipeline:
         self.leads_to_new = clip_off or not loss_carries_ratio
         weighs = any(stage.spec.weighs for stage in self.stages)
         own = Needs(new=self.leads_to_new and weighs, short_circuit=clip_off)
+        #: the loss has a term at the actor's stored tokens (`Correction.centre`)
+        self.centres = any(stage.spec.centres for stage in self.stages)
         self.needs = _union([own, *(stage.method.needs for stage in self.stages)])
         #: see `CorrectionSpec.sequence_wise`: all of them are
         self.sequence_wise = all(stage.spec.sequence_wise for stage in self.stages)
@@ -115,6 +118,7 @@ class Pipeline:
         chosen = [s for s in specs if isinstance(s, AisSpec) and s.alpha == "signals"]
         self._ais = chosen[0] if chosen else AisSpec()
         self._worth: dict[str, BreakEven] = {}  # by label of a kind; "" of all samples
+        self._drift: dict[str, DriftEstimate] = {}
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -176,18 +180,25 @@ class Pipeline:
         age = policy_age(step.token_version, step.mask, step.step, reduce)
         worth = self._worth.setdefault(kind, BreakEven(NEARLY_WHOLE))
         worth.follow(step, inside(step, self.usable(step)), reduce)
-        figures = {f"mismatch/{name}": value for name, value in worth.figures().items()}
+        usable = inside(step, self.usable(step))
+        drift = self._drift.setdefault(kind, DriftEstimate()).follow(step, usable, reduce)
+        named = {**worth.figures(), **drift}
+        figures = {f"mismatch/{name}": value for name, value in named.items()}
         return mismatch_metrics(step, reduce, self._ais) | figures | age
 
     def state(self) -> dict[str, Any]:
         """All that later steps depend on, as JSON holds it."""
         stages = {stage.label: dict(stage.method.state()) for stage in self.stages}
-        return {"worth": {k: w.state() for k, w in self._worth.items()}, "stages": stages}
+        worth = {k: w.state() for k, w in self._worth.items()}
+        drift = {k: d.state() for k, d in self._drift.items()}
+        return {"worth": worth, "drift": drift, "stages": stages}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, also that of other stages: those that it lacks begin anew."""
         for kind, own in state.get("worth", {}).items():
             self._worth.setdefault(kind, BreakEven(NEARLY_WHOLE)).restore(own)
+        for kind, own in state.get("drift", {}).items():
+            self._drift.setdefault(kind, DriftEstimate()).restore(own)
         for stage in self.stages:
             stage.method.restore(state.get("stages", {}).get(stage.label, {}))
 
@@ -203,20 +214,35 @@ class Pipeline:
         scale = 1.0
         scores: list[Tensor] = []
         widen: Tensor | None = None
+        weights_at: list[WeighAt] = []
         for stage in self.stages:
             follows = stage.spec.weighs or (stage.spec.follows_weights and self._weighs)
             seen = weighed if follows else step
-            before_it = replace(current, metrics={}, step_scale=1.0, score=None, widen=None)
+            nothing = replace(current, score=None, widen=None, weigh_at=None)
+            before_it = replace(nothing, metrics={}, step_scale=1.0)
             current = stage.method.correct(seen, before_it, reduce)
             scale *= current.step_scale
             if current.widen is not None:
                 widen = current.widen if widen is None else widen * current.widen
             scores += [] if current.score is None else [current.score]
+            weights_at += [] if current.weigh_at is None else [current.weigh_at]
             metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
         # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
         weight = torch.where(current.mask, current.weight, 1.0)
         score = torch.stack(scores).sum(0) if scores else None
-        return Corrected(weight, current.mask, metrics, scale, score=score, widen=widen)
+        centre = self._centre(weighed, weights_at)
+        return Corrected(
+            weight, current.mask, metrics, scale, score=score, widen=widen, centre=centre
+        )
+
+    def _centre(self, step: StepTensors, weights_at: Sequence[WeighAt]) -> Tensor | None:
+        """The stage that centres is given the weights of the whole list."""
+
+        def product(new: Tensor, ref: Tensor, inf: Tensor) -> Tensor:
+            return math.prod((at(new, ref, inf) for at in weights_at), start=torch.ones_like(inf))
+
+        found = (s.method.centre(step, product if weights_at else None) for s in self.stages)
+        return next((own for own in found if own is not None), None)
 
     @no_grad
     def penalty_weight(
@@ -321,6 +347,7 @@ class StratifiedPipeline(Pipeline):
         self._lists = [*lists, (("",), usual)]
         self.needs = _union([pipeline.needs for _, pipeline in self._lists])
         self.sequence_wise = all(pipeline.sequence_wise for _, pipeline in self._lists)
+        self.centres = any(pipeline.centres for _, pipeline in self._lists)
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -346,6 +373,7 @@ class StratifiedPipeline(Pipeline):
         weight, mask = torch.ones_like(at_least_float32(step.logp_inf)), step.mask.clone()
         score: Tensor | None = None
         widen: Tensor | None = None
+        centre: Tensor | None = None
         tokens, scale = 0.0, 0.0
         sums: dict[str, tuple[float, float]] = {}  # sums of metrics by name, and their tokens
         by_kind: dict[str, float] = {}
@@ -359,6 +387,10 @@ class StratifiedPipeline(Pipeline):
             if found.widen is not None:
                 widen = torch.ones_like(weight) if widen is None else widen
                 widen[rows] = found.widen.to(weight)
+            if found.centre is not None:  # without mass nothing is taken out
+                shape = (*weight.shape, found.centre.shape[-1])
+                centre = found.centre.new_zeros(shape) if centre is None else centre
+                centre[rows] = found.centre
             (own,) = total([part.mask], reduce)
             tokens, scale = tokens + own, scale + own * found.step_scale
             for name, value in found.metrics.items():
@@ -368,7 +400,7 @@ class StratifiedPipeline(Pipeline):
                 by_kind |= at_kind(found.metrics, kinds[0])
         metrics = {name: value / n for name, (value, n) in sums.items() if n}
         scale = scale / tokens if tokens else 1.0
-        whole = Corrected(weight, mask, metrics, scale, step.kinds, score, widen)
+        whole = Corrected(weight, mask, metrics, scale, step.kinds, score, widen, centre=centre)
         for kind, rows in present_kinds(self.kinds, step, reduce):
             by_kind |= at_kind(_totals(whole.rows(rows), step.rows(rows), reduce), kind)
         return replace(whole, metrics=metrics | by_kind)

@@ -39,6 +39,8 @@ class CorrectionSpec(Spec):
     #: whether its weights already correct towards p_new, so that the loss must not contain
     #: p_new/p_ref
     leads_to_new: ClassVar[bool] = False
+    #: whether its method has the hook `centre`, so that the loss gains a term
+    centres: ClassVar[bool] = False
     #: name of the advantage that it replaces, or ""
     replaces_advantage: ClassVar[str] = ""
 
@@ -52,6 +54,12 @@ class CorrectionSpec(Spec):
         """The unit whose distribution the weights correct to the learner's policy: each token
         alone, or whole sequences."""
         return "token"
+
+    @property
+    def token_alone(self) -> bool:
+        """True if it weighs each token by a function of that token alone, which its method returns
+        as `Corrected.weigh_at`, or neither weighs nor masks any."""
+        return False
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -68,6 +76,12 @@ class CorrectionSpec(Spec):
         """True if the correction draws which tokens stay: the kept tokens do not follow p_inf, and
         only the correction's weights lead from them to a policy."""
         return False
+
+    def beside(
+        self, key: str, chosen: Mapping[str, CorrectionSpec], objective: ObjectiveSpec
+    ) -> None:
+        """Refuse, as UserError, the other corrections of its list or the objective, where it is not
+        right with them. `key`: of the list."""
 
     # Asked by the pipeline before it builds the method, so that a method never sees an objective.
     def under(self, objective: ObjectiveSpec) -> CorrectionSpec:
@@ -115,5 +129,6 @@ CORRECTIONS: dict[str, str] = {
     "vcpo": "rlcore.corrections.vcpo:VcpoSpec",
     "ais": "rlcore.corrections.ais:AisSpec",
     "dvp": "rlcore.corrections.dvp:DvpSpec",
+    "centre": "rlcore.corrections.centre:CentreSpec",
     "rapid": "rlcore.corrections.rapid:RapidSpec",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rlcore.corrections.numerics import (
@@ -17,6 +18,7 @@ from rlcore.corrections.numerics import (
 )
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
 from rlcore.spec import refuse, setting
 from rlcore.types import StepTensors
@@ -62,6 +64,10 @@ class TisSpec(CorrectionSpec):
     @property
     def corrects(self) -> Literal["token", "sequence"]:
         return self.level
+
+    @property
+    def token_alone(self) -> bool:
+        return self.level == "token" and not self.widen_clip
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -130,8 +136,14 @@ class Tis(Correction):
         compared = inside(step, current.mask)
         outside = (ratio > spec.cap) | (ratio < spec.floor)
         metrics = {"truncated_share": share(outside, compared, reduce)}
+        mean = 1.0
         if spec.normalised:
-            mean = batch_mean(weight, current.mask, spec.level, reduce)
-            metrics["batch_mean"], weight = mean, weight / mean
+            metrics["batch_mean"] = mean = batch_mean(weight, current.mask, spec.level, reduce)
+            weight = weight / mean
         widen = (ratio / spec.cap).clamp(min=1.0) if spec.widen_clip else None
-        return Corrected(current.weight * weight, current.mask, metrics, widen=widen)
+
+        def weigh_at(_new: Tensor, ref: Tensor, inf: Tensor) -> Tensor:
+            return tis(ref, inf, torch.ones_like(inf), cap=spec.cap, floor=spec.floor) / mean
+
+        found = Corrected(current.weight * weight, current.mask, metrics, widen=widen)
+        return replace(found, weigh_at=weigh_at) if spec.token_alone else found

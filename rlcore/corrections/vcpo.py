@@ -33,6 +33,10 @@ class VcpoSpec(CorrectionSpec):
     )
     target: Literal["ref", "new"] = setting("new", "ref: p_ref instead of p_new")
 
+    @property
+    def token_alone(self) -> bool:
+        return True  # it weighs none
+
 
 Rule = Literal["sqrt", "linear"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class HeadSpec:
     # on them; on everything where a row has none
     kept_sets: bool = False
     entropy_grad: bool = False  # whether gradients flow through the entropy
+    ids_grad: bool = False  # and through the log-probs at the ids asked for (`corrections.centre`)
     # a bfloat16 model's logits are not rounded. On CPUs both passes are products in float32, of a
     # float32 copy of the weight. On GPUs tensor cores sum in float32 anyway and give that sum
     # (UNPROVEN there); the gradient at the logits is rounded to bfloat16 there, as that of every
@@ -343,7 +344,7 @@ def _score_chunk(
 class _HeadFunction(torch.autograd.Function):
     """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage, sketch).
 
-    Gradients flow through logp and entropy.
+    Gradients flow through logp, entropy and logp_at_ids.
     """
 
     @staticmethod
@@ -369,24 +370,43 @@ class _HeadFunction(torch.autograd.Function):
                 sketches.append(last_layer_sketch(hidden[s], e, out.total[s], targets[s]))
         kept = ids if spec.kept_sets else None
         ctx.save_for_backward(
-            hidden, weight, targets, out.top, out.total, out.entropy, out.inside, kept
+            hidden,
+            weight,
+            targets,
+            out.top,
+            out.total,
+            out.entropy,
+            out.inside,
+            kept,
+            ids if spec.ids_grad else None,
         )
         ctx.spec = spec
         extras = (
             *(out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage),
             torch.cat(sketches) if spec.sketch else None,
         )
-        ctx.mark_non_differentiable(*(t for t in extras if t is not None))
+        through = out.at_ids if spec.ids_grad else None
+        constant = (t for t in extras if t is not None and t is not through)
+        ctx.mark_non_differentiable(*constant)
         # no zero gradients of [N] for outputs that no loss uses
         ctx.set_materialize_grads(False)
         return (out.logp, out.entropy, *extras)
 
     @staticmethod
-    def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Any) -> tuple:
-        hidden, weight, targets, top, total, entropy, inside, kept = ctx.saved_tensors
+    def backward(
+        ctx: Any,
+        g_logp: Tensor | None,
+        g_entropy: Tensor | None,
+        _ids: Tensor | None,
+        _topk: Tensor | None,
+        g_at: Tensor | None,
+        *_: Any,
+    ) -> tuple:
+        hidden, weight, targets, top, total, entropy, inside, kept, ids = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         g_entropy = g_entropy if spec.entropy_grad else None
-        if g_logp is None and g_entropy is None:
+        g_at = None if ids is None else g_at
+        if g_logp is None and g_entropy is None and g_at is None:
             return None, None, None, None, None
         g = torch.zeros_like(entropy) if g_logp is None else g_logp
         if inside is not None:
@@ -404,12 +424,31 @@ class _HeadFunction(torch.autograd.Function):
             e = torch.exp(z, out=buffers.e[: len(z)])
             _condition(e, spec, None if kept is None else kept[s])
             ge = None if g_entropy is None else g_entropy[s]
-            dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
+            at = None if g_at is None else _Slopes.of(ids[s], g_at[s], e, inside is not None)
+            whole = g[s] if at is None else g[s] + at.slopes.sum(1)
+            dz = _d_logits(z, e, total[s], entropy[s], whole, ge, spec.temperature)
+            dz.scatter_add_(1, targets[s].unsqueeze(1), g[s].unsqueeze(1) / spec.temperature)
+            if at is not None:  # after the target, which may be one of them: the order is fixed
+                dz.scatter_add_(1, at.columns, at.slopes / spec.temperature)
             dz = dz.to(buffers.weight.dtype)
             d_hidden[s] = torch.mm(dz, buffers.weight)
             if d_weight is not None:
                 _add_product(d_weight, dz, hidden[s])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+
+
+class _Slopes(NamedTuple):
+    """The gradient at the log-probs of a chunk's ids, [n, k] each."""
+
+    columns: Tensor
+    slopes: Tensor  # 0 where there is no id, and where its log-prob is a constant
+
+    @classmethod
+    def of(cls, ids: Tensor, slopes: Tensor, e: Tensor, conditioned: bool) -> _Slopes:
+        columns, constant = ids.clamp_min(0), ids < 0
+        if conditioned:
+            constant = constant | (e.gather(1, columns) == 0.0)
+        return cls(columns, slopes.masked_fill(constant, 0.0))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -420,7 +459,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.mm(a.t(), b))
 
 
-# eight parameters: the tensors of one chunk, which a record would only rename
+# seven parameters: the tensors of one chunk, which a record would only rename
 def _d_logits(
     z: Tensor,
     e: Tensor,
@@ -428,23 +467,20 @@ def _d_logits(
     entropy: Tensor,
     g: Tensor,
     ge: Tensor | None,
-    targets: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Gradient at the logits before temperature: (g (onehot - p) - ge p (log p + H)) / T, in place
-    of `z` or `e`.
+    """The part of the gradient at the logits before temperature that every token of the vocabulary
+    has: -(g p + ge p (log p + H)) / T, in place of `z` or `e`; g [n] is the sum of a row's slopes.
 
     z: [n, V] shifted tempered logits, not read when no gradient goes through the entropy; e: their
     exponentials.
     """
     scale = 1.0 / (temperature * total)  # [n, 1]: p / T = e * scale
     if ge is None:
-        dz = e.mul_(-g.unsqueeze(1) * scale)
-    else:
-        z.sub_((total.log().squeeze(1) - entropy).unsqueeze(1))  # log p + H
-        z.mul_(-ge.unsqueeze(1) * scale).sub_(g.unsqueeze(1) * scale)
-        dz = z.mul_(e)
-    return dz.scatter_add_(1, targets.unsqueeze(1), g.unsqueeze(1) / temperature)
+        return e.mul_(-g.unsqueeze(1) * scale)
+    z.sub_((total.log().squeeze(1) - entropy).unsqueeze(1))  # log p + H
+    z.mul_(-ge.unsqueeze(1) * scale).sub_(g.unsqueeze(1) * scale)
+    return z.mul_(e)
 
 
 def head_pass(
@@ -455,7 +491,8 @@ def head_pass(
     hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same
     dtype. targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @
     weight.T / temperature`, rounded to that dtype unless `spec.fp32`. Gradients flow to `hidden`
-    and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP) they
+    and `weight` through `logp` (and `entropy` if `spec.entropy_grad`, `logp_at_ids` if
+    `spec.ids_grad`). With a safe set (DVP) they
     are exactly 0 at logits outside it, and `logp` of a token outside it is the constant
     OUTSIDE_LOGP. With kept sets, which are `ids`, the same is true of these sets.
     """

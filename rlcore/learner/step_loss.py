@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rlcore.corrections.centre import Centred, centring
 from rlcore.learner.metric_sums import LOSS, Declared
 from rlcore.objectives.losses import policy_loss
 from rlcore.objectives.protocols import LossTensors
@@ -57,13 +58,17 @@ class StepLoss:
         entropy: Tensor,
         kl: Tensor | None,
         distance: Tensor | None = None,
+        term: Centred | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss (scalar) of whole episodes, and sums over their tokens, by metric name.
 
         coefficients, entropy, kl, distance: [b, T]; kl is each token's KL to the frozen policy,
-        distance its distance to the teacher, or None.
+        distance its distance to the teacher, or None. `term`: what the policy's part gains where a
+        correction centres it.
         """
         per_token, indicators = policy_loss(self._policy, tokens, short_circuit=self._short_circuit)
+        if term is not None:
+            per_token = per_token + centring(self._policy, term, tokens.advantages, tokens.mask)
         policy = (per_token * coefficients).sum()
         loss = self.spec.reward_weight * policy
         sums = {"loss/policy": policy}

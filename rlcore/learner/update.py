@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.corrections.numerics import ONE_RANK, total
+from rlcore.corrections.centre import Centred
+from rlcore.corrections.numerics import ONE_RANK, first_occurrence, total
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.corrections.shadow import shadow_metrics
 from rlcore.interfaces import Corrected, Reduce
@@ -114,6 +115,7 @@ class Update:
             # DVP's min-p has the learner's own safe set beside it
             kept_sets=job.sampling.truncates and pipeline.needs.safe_set_rho is None,
             entropy_grad=job.objective.entropy_coef != 0.0,
+            ids_grad=pipeline.centres,
             fp32=job.learner.exact_head,
             invariant=job.bitwise_positions > 0,
         )
@@ -335,10 +337,26 @@ class Update:
         penalty = self._kl(shared, mb, forward, tokens, corrected)
         distance = self._distance(shared, mb, forward, tokens, corrected)
         coefs = shared.coefficients[rows]
-        loss, values = self.loss(tokens, coefs, entropy, penalty, distance)
+        term = self._centred(shared, mb, scores, corrected)
+        loss, values = self.loss(tokens, coefs, entropy, penalty, distance, term)
         values["entropy"] = scores.entropy.detach().sum()
         values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
         return loss, values, tokens
+
+    def _centred(
+        self, shared: _Shared, mb: MicroBatch, scores: TokenScores, corrected: Corrected
+    ) -> Centred | None:
+        """The inputs of the term that centres the scores, if a correction does."""
+        sent, ref, width = shared.batch.sent, shared.batch.ref, shared.batch.sent.mask.shape[1]
+        if corrected.centre is None or scores.logp_at_ids is None or sent.topk_ids_inf is None:
+            return None
+        rows = mb.episodes
+        anchor = sent.topk_logp_inf if self._to_inf else None
+        if not (self._to_inf or shared.first or self.pipeline.leads_to_new):
+            anchor = None if ref is None else ref.logp_at_ids
+        valid = first_occurrence(sent.topk_ids_inf[rows])
+        logp_at = mb.dense(scores.logp_at_ids, width)
+        return Centred(corrected.centre, valid, logp_at, None if anchor is None else anchor[rows])
 
     def _sums(self, batch: StepBatch) -> Sums:
         declared = self.loss.sums | {FLAT: Declared()}
@@ -364,10 +382,11 @@ class Update:
         if len(mb.episodes):
             scores, kl = forward
             # copies: to differentiate by the engine's own outputs would call its hooks
-            leaves = [None if t is None else _leaf(t) for t in (scores.logp, scores.entropy, kl)]
-            logp, entropy, kl = leaves
+            outputs = (scores.logp, scores.entropy, scores.logp_at_ids, kl)
+            leaves = [None if t is None else _leaf(t) for t in outputs]
+            logp, entropy, at, kl = leaves
             assert logp is not None and entropy is not None
-            copied = replace(scores, logp=logp, entropy=entropy), kl
+            copied = replace(scores, logp=logp, entropy=entropy, logp_at_ids=at), kl
             loss = self._loss_of(shared, mb, copied, corrected)[0]
             by = [t for t in leaves if t is not None and t.requires_grad]
             slopes = torch.autograd.grad(loss, by, allow_unused=True)
@@ -528,7 +547,8 @@ def _nothing(forward: Forward) -> Tensor:
     output that they differentiate must be in this graph too: ZeRO-3 gathers once for each, and the
     ranks would otherwise wait for each other until the deadline."""
     scores, kl = forward
-    outputs = [t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad]
+    every = (scores.logp, scores.entropy, scores.logp_at_ids, kl)
+    outputs = [t for t in every if t is not None and t.requires_grad]
     return 0.0 * torch.stack([t.sum() for t in outputs]).sum()
 
 
@@ -543,13 +563,15 @@ def _one_forward(batch: StepBatch) -> bool:
 
 
 def _actor_ids(batch: StepBatch, mb: MicroBatch, spec: HeadSpec) -> Tensor | None:
-    """The actor's top ids [N, k] where the pass takes the learner's top k, or probabilities on the
-    sets that sampling kept, else None."""
+    """The actor's top ids [N, k] where the pass takes the learner's top k, probabilities on the
+    sets that sampling kept or gradients at these ids, else None."""
     ids = batch.sent.topk_ids_inf
-    if ids is None or not (spec.topk or spec.kept_sets):
+    if ids is None or not (spec.topk or spec.kept_sets or spec.ids_grad):
         return None
     return mb.flat(ids) if len(mb.episodes) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
 
 
 def _detached(scores: TokenScores) -> TokenScores:
-    return replace(scores, logp=scores.logp.detach(), entropy=scores.entropy.detach())
+    at = None if scores.logp_at_ids is None else scores.logp_at_ids.detach()
+    logp, entropy = scores.logp.detach(), scores.entropy.detach()
+    return replace(scores, logp=logp, entropy=entropy, logp_at_ids=at)

@@ -280,6 +280,13 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         healthy=BY_CORRECTION,
         otherwise=CORRECTION,
     ),
+    Metric(
+        "correction/<name>/tail_mass",
+        "share",
+        "centre: mean mass of the actors' policy outside the tokens that they store",
+        healthy="below 0.1",
+        otherwise="the term is off by up to twice that: raise `rollout.logprobs_k`",
+    ),
     Metric("correction/<name>/<statistic>", "1", "a statistic of a correction of your own"),
     Metric(
         "loss/policy",

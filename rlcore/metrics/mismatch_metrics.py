@@ -97,6 +97,21 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         otherwise="raise `rollout.logprobs_k`, or bound the sets with `rollout.top_k`",
     ),
     Metric(
+        "mismatch/drift",
+        "share",
+        "length of E[A | state](p_inf - p_ref), which moves a policy where nothing is learned, "
+        "over that of the centred gradient; of some eight steps",
+        healthy="below 0.1",
+        otherwise="[centre](corrections/centre.md)",
+    ),
+    Metric(
+        "mismatch/tv",
+        "probability",
+        "total variation of actors and learner over the actors' stored tokens and one bin for all "
+        "others: at least",
+    ),
+    Metric("mismatch/tv_bound", "probability", "the same: at most"),
+    Metric(
         "mismatch/outside_share",
         "share",
         "tokens outside the learner's safe set (DVP)",

@@ -112,6 +112,7 @@ class Ppo(PolicyLoss):
 
     inner_clip = True
     clips = True
+    token_wise = True
     biases = (CLIP, Bias("dual clip", {"dual_clip": None}))
     own_settings: ClassVar[tuple[str, ...]] = ("dual_clip",)
     indicators: tuple[str, ...] = CLIP_SHARES
@@ -156,6 +157,7 @@ class Gspo(Ppo):
     """
 
     inner_clip = False  # clips per sequence, which corrections cannot switch off
+    token_wise = False
     biases = (CLIP, Bias("geometric mean", where="one token"))
     own_settings = ()
 
@@ -203,6 +205,7 @@ class Sapo(PolicyLoss):
     Biased by the gate: a token of ratio r counts `1 - tanh(tau (r - 1)/2)^2` of itself.
     """
 
+    token_wise = True
     biases = (Bias("gate", {"sapo_tau_pos": 1e-6, "sapo_tau_neg": 1e-6}),)
     own_settings = ("sapo_tau_pos", "sapo_tau_neg")
 
@@ -223,6 +226,7 @@ class Cispo(PolicyLoss):
     """
 
     clips = True
+    token_wise = True
     biases = (CLIP,)
     indicators = CLIP_SHARES
 
@@ -247,6 +251,7 @@ class Reinforce(PolicyLoss):
     """
 
     carries_ratio = False
+    token_wise = True
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
         # its value is 1 and its gradient that of log p_new, since the anchor is SG(p_new)

@@ -218,6 +218,8 @@ class PolicyLoss(ABC):
     inner_clip: ClassVar[bool] = False
     #: whether it clips p_new/p_ref, per token or sequence: while that is 1, nothing is clipped
     clips: ClassVar[bool] = False
+    #: whether a token's objective is a function of its own ratio and advantage alone
+    token_wise: ClassVar[bool] = False
     #: settings of `ObjectiveSpec` that not every loss reads, and this one does: set under another
     #: loss they are refused
     own_settings: ClassVar[tuple[str, ...]] = ()

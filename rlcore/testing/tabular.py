@@ -52,7 +52,8 @@ class TabularPolicy(nn.Module):
             inside = safe.gather(1, mb.targets[:, None])[:, 0]
             coverage = z.detach().softmax(-1).where(safe, 0.0).sum(-1)
         if ids is not None:
-            at = logp.detach().gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+            at = logp if spec.ids_grad else logp.detach()
+            at = at.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         h = entropy(logp.masked_fill(~safe, -torch.inf))
         return (
             kl,

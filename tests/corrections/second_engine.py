@@ -8,7 +8,9 @@ numbered as in the papers: Jackpot (OBRS), AIS, DVP, RAPID; others as named.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,7 @@ class Token:
     advantage: float
     w: float = 1.0
     kept: bool = True
+    at: Callable[[float], float] = lambda d: 1.0  # weight of a token of log ratio d in its place
 
 
 def log_softmax(z: Array) -> Array:
@@ -72,6 +75,11 @@ def clipped_exp(d: float, bound: float = CLAMP) -> float:
 def gap(a: float, b: float) -> float:
     """log a/b of a token; -inf where a is impossible."""
     return -math.inf if a == -math.inf else a - b
+
+
+def _averaged(z: float, lam: float, c1: float, alpha: float, d: float) -> float:
+    """Jackpot's weight of an accepted token times the probability that it is accepted."""
+    return min(z * max(lam, clipped_exp(d)), c1) * min(1.0, math.exp(d) / lam) / alpha
 
 
 class Engine:
@@ -180,11 +188,13 @@ class Engine:
             mean = sum(one) / len(one) if sum(one) > 0 else 1.0
         for t in self.tokens:
             t.w *= found[id(t)] / mean
+            t.at = lambda d: max(min(clipped_exp(d), cap), floor) / mean
 
     def _mis(self, low=0.5, high=2.0, level="token") -> None:
         for t in self.tokens:
             r = self._ratios(level)[id(t)]
             t.w *= r if low <= r <= high else 0.0
+            t.at = lambda d: clipped_exp(d) if low <= clipped_exp(d) <= high else 0.0
 
     def _icepop(self, low=0.5, high=5.0) -> None:
         self._mis(low, high)
@@ -234,6 +244,7 @@ class Engine:
         alpha = min(max(ess - beta * var, 0.0), 1.0) * min(1.0, moved / delta)
         for t, r in zip(on, w):
             t.w *= 1 + alpha * (r - 1)
+            t.at = lambda d: 1 + alpha * (min(clipped_exp(d), cap) - 1)
 
     def _jackpot(self, lam=1.0, c1=3.0, mode="expected", tail="residual", **_: Any) -> None:
         """The average over OBRS's draws, eq. 7 and 8, with the whole vocabulary known; a constant
@@ -249,11 +260,26 @@ class Engine:
         if self.o["aggregation"] != "token-mean":
             for t, r, a in zip(on, rho, accepted):
                 t.w *= min(max(lam, r), c1) * a
+                t.at = lambda d: min(max(lam, math.exp(d)), c1) * min(1.0, math.exp(d) / lam)
             return
         alpha, mean_z = float(np.mean(accepted)), float(np.mean(z))
         for t, zt, r, a in zip(on, z, rho, accepted):
             scaled = min(max(alpha / mean_z * zt, 1e-30), min(1.0, 1 / lam))
             t.w *= min(scaled * max(lam, r), c1) * a / alpha
+            t.at = partial(_averaged, scaled, lam, c1, alpha)
+
+    def _centre(self) -> None:
+        """All is in `gradient`: every token of the vocabulary is stored."""
+
+    def _centred(self, t: Token) -> Array:
+        """By logits: the mean over the actor's tokens of the weighed slope that each would have."""
+        m = np.zeros(len(self.case.new[0]))
+        for v in range(len(m)):
+            logs = {n: float(self.tables[n][t.state, v]) for n in self.tables}
+            other = Token(t.row, t.state, v, advantage=t.advantage, **logs)
+            weight = t.at(self.target(other) - other.inf)
+            m[v] = math.exp(other.inf) * weight * self._slopes([other])[0]
+        return m - m.sum() * np.exp(self.tables["new"][t.state])
 
     def _veto(self, threshold=1e-4) -> None:
         for row in self.rows:
@@ -355,6 +381,8 @@ class Engine:
                 token = coefficient * (self._kl_slope(t) - t.w * slope)
                 if t.new > -math.inf:
                     out[t.state] += token * ((np.arange(p.shape[1]) == t.id) - p[t.state])
+                if "centre" in self.case.corrections:
+                    out[t.state] += coefficient * self._centred(t)
                 if t.w != 0:
                     out[t.state] += coefficient * self._state_terms(t.state)
         return out

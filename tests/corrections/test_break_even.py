@@ -46,19 +46,23 @@ def test_the_share_is_nearly_the_best_one_after_twenty_steps(name):
 
 
 def test_sketches_of_the_head_keep_products_of_gradients():
+    """In the mean over draws: the hash is one and the same."""
     g = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(40, 96, generator=g), torch.randn(500, 96, generator=g) / 8
-    targets = torch.randint(0, 500, (40,), generator=g)
-    probs = (hidden @ head.T).softmax(-1)
-    score = torch.nn.functional.one_hot(targets, 500) - probs
-    scale = torch.randn(2, 40, generator=g)  # two gradients of the same tokens, in part alike
-    scale[1] += scale[0]
-    whole = [torch.einsum("n,nd,nv->dv", s, hidden, score) for s in scale]
-    sketch = last_layer_sketch(hidden, probs, torch.ones(40, 1), targets)
-    small = [torch.einsum("n,nd,nv->dv", s, sketch[:, :16], sketch[:, 16:]) for s in scale]
-    for a, b in ((0, 0), (0, 1), (1, 1)):
-        want = float((whole[a] * whole[b]).sum())
-        assert float((small[a] * small[b]).sum()) == pytest.approx(want, rel=0.3)
+    found = {pair: [] for pair in ((0, 0), (0, 1), (1, 1))}
+    for _ in range(24):
+        hidden, head = torch.randn(40, 96, generator=g), torch.randn(500, 96, generator=g) / 8
+        targets = torch.randint(0, 500, (40,), generator=g)
+        probs = (hidden @ head.T).softmax(-1)
+        score = torch.nn.functional.one_hot(targets, 500) - probs
+        scale = torch.randn(2, 40, generator=g)  # two gradients of the same tokens, in part alike
+        scale[1] += scale[0]
+        whole = [torch.einsum("n,nd,nv->dv", s, hidden, score) for s in scale]
+        sketch = last_layer_sketch(hidden, probs, torch.ones(40, 1), targets)
+        small = [torch.einsum("n,nd,nv->dv", s, sketch[:, :16], sketch[:, 16:]) for s in scale]
+        for (a, b), ratios in found.items():
+            ratios.append(float((small[a] * small[b]).sum() / (whole[a] * whole[b]).sum()))
+    for ratios in found.values():
+        assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.15)
 
 
 def test_no_jump_where_tokens_begin_to_be_older():

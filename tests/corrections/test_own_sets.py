@@ -47,6 +47,8 @@ LISTS: list[dict[str, dict[str, Any]]] = [
     {"dppo": {"divergence": "topk_tv"}},
     {"jackpot": {"mode": "mask"}},
     {"jackpot": {"mode": "expected"}},
+    {"centre": {}, "jackpot": {"mode": "expected"}},
+    {"tis": {"cap": 1.1}, "centre": {}},
     {"jackpot": {"target": "new", "alpha_hat": "expected"}},
 ]
 JUNK = (math.nan, math.inf, -math.inf, 1e30, -50.0)

@@ -83,6 +83,9 @@ def drawn(seed: int) -> tuple[Case, bool]:
         first = name in ("veto", "opsm") and draw.random() < 0.5
         if name not in chosen and not ("dvp" in chosen and name in ("opsm", "outliers")):
             chosen = extra | chosen if first and "dvp" not in chosen else chosen | extra
+    tokenwise = {"tis", "mis", "icepop", "ais", "jackpot"}.issuperset(chosen) and not whole
+    if tokenwise and loss not in ("gspo", "gmpo") and draw.random() < 0.7:
+        chosen = {"centre": {}} | chosen if draw.random() < 0.5 else chosen | {"centre": {}}
     objective = {
         "loss": loss,
         "aggregation": draw.choice(MODES),

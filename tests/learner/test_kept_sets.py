@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlcore.corrections.centre import CentreSpec
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
 from rlcore.corrections.tis import TisSpec
@@ -64,7 +65,7 @@ def groups(k=4):
     return made
 
 
-def updated(ref, new, *, later, k=4):
+def updated(ref, new, *, later, k=4, corrections=None):
     """What the learner's step ascends; `later`: the second step of its phase, at p_new."""
     objective = ObjectiveSpec(
         advantage=f"{__name__}:Given",
@@ -76,7 +77,7 @@ def updated(ref, new, *, later, k=4):
         model_path="",
         learner=LearnerSpec(),
         objective=objective,
-        corrections={"tis": TisSpec(cap=1e9)},
+        corrections=corrections or {"tis": TisSpec(cap=1e9)},
         sampling=make_sampling(max_new_tokens=1, logprobs_k=k, top_p=0.9),
         total_steps=2,
         run_seed=0,
@@ -110,6 +111,18 @@ def test_the_expected_gradient_is_that_of_the_conditioned_policy(later):
     assert metrics["mismatch/unstored_share"] == 0
     covered = [ref[s].softmax(-1)[sorted(kept)].sum() for s, kept in zip(STATES, KEPT)]
     assert metrics["mismatch/coverage_mean"] == pytest.approx(float(sum(covered)) / len(KEPT))
+
+
+def test_a_centred_gradient_is_the_actor_s_own_on_its_sets():
+    """Both policies are conditioned on the set, and no mass is left outside it."""
+    ref = policy(0)
+    found, _ = updated(ref, ref, later=False, corrections={"centre": CentreSpec()})
+    wanted = torch.zeros_like(ref)
+    for g, (state, kept) in enumerate(zip(STATES, KEPT)):
+        tokens = sorted(kept)
+        q = torch.tensor([kept[t] / DRAWS for t in tokens], dtype=torch.float64)
+        wanted[state, tokens] = q * (REWARD[g, tokens] - (q * REWARD[g, tokens]).sum()) / len(KEPT)
+    torch.testing.assert_close(found, wanted, atol=1e-7, rtol=1e-6)
 
 
 def test_a_set_that_is_not_stored_whole_is_refused_with_its_share():

@@ -63,6 +63,44 @@ def test_forward_and_backward_equal_plain_softmax(chunk, temperature, entropy_gr
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("entropy_grad", [True, False])
+@pytest.mark.parametrize("rho", [None, math.exp(-6.0)])
+def test_gradients_flow_through_the_log_probs_at_ids(rho, entropy_grad):
+    """Some of them the target, some outside a safe set, some none; with the target's own."""
+    hidden, weight, targets = _inputs(v=301, d=8)
+    temperature, k = 0.7, 6
+    ids = torch.stack([torch.randperm(301)[:k] for _ in targets])
+    ids[::2, 0], ids[::3, 4:] = targets[::2], -1
+    spec = _spec(
+        temperature=temperature,
+        chunk=10,
+        ids_grad=True,
+        safe_set_rho=rho,
+        entropy_grad=entropy_grad,
+    )
+    scores = head_pass(hidden, weight, targets, spec, ids)
+    logits = (hidden @ weight.t()) / temperature
+    if rho is not None:
+        logits = logits.masked_fill(
+            logits < logits.amax(-1, keepdim=True) + math.log(rho), -torch.inf
+        )
+    logp = logits.log_softmax(-1)
+    a, b, c = torch.randn(len(targets)), torch.randn(len(targets), k), torch.randn(len(targets))
+    at, own = logp.gather(1, ids.clamp_min(0)), logp.gather(1, targets[:, None])[:, 0]
+    on, mine = (ids >= 0) & torch.isfinite(at), torch.isfinite(own)
+    assert not on.all() and (rho is None or not mine.all())
+    plain = torch.where(mine, a * own, 0.0).sum() + torch.where(on, b * at, 0.0).sum()
+    ours = (a * scores.logp).sum() + (b * scores.logp_at_ids).sum()
+    if entropy_grad:
+        p = logp.exp()
+        plain = plain - (c[:, None] * p * torch.where(p > 0, logp, 0.0)).sum()
+        ours = ours + (c * scores.entropy).sum()
+    for mine_, theirs in zip(_gradients(ours, hidden, weight), _gradients(plain, hidden, weight)):
+        torch.testing.assert_close(mine_, theirs, atol=2e-4, rtol=1e-4)
+    quiet = head_pass(hidden, weight, targets, _spec(), ids)
+    assert not quiet.logp_at_ids.requires_grad
+
+
 def test_entropy_carries_a_gradient_only_when_asked():
     hidden, weight, targets = _inputs()
     assert not head_pass(hidden, weight, targets, _spec()).entropy.requires_grad
