@@ -6,6 +6,7 @@
 `event` is "note", "alarm" (a warning; also with its `rule` and `step`), "step_bound" (that it
 shortens steps; with its `step`), "activity", "step" (the console's line of it), "failed" (with its
 traceback) or "stderr" (what a process of the run wrote there; `role` is its name and process id).
+`level` is "error" of what ended the run alone: libraries write progress to standard error, too.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class LogSink(Sink):
         """Append text that a process of the run wrote to its standard error. Safe from any thread;
         if the disk refuses, the text is lost."""
         try:
-            self._write("stderr", text, role=role, level="error")
+            self._write("stderr", text, role=role)
         except OSError:
             return  # the next note of the run says that the file cannot be written
 

@@ -189,7 +189,7 @@ def test_the_log_has_what_was_said_with_date_and_role_and_is_begun_anew_when_it_
         ("driver", "warning", "note"),
         ("driver", "info", "activity"),
         ("driver", "info", "step"),
-        ("LearnerActor 42", "error", "stderr"),
+        ("LearnerActor 42", "info", "stderr"),
         ("driver", "error", "failed"),
     ]
     assert "step 1/3" in entries[3]["text"] and "reward" in entries[3]["text"]
