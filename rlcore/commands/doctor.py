@@ -55,6 +55,7 @@ class Advice:
     use: tuple[str, ...]
     because: tuple[str, ...]
     without: dict[str, str] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()  # that the advice needs, as the command line takes them
 
 
 def advise(row: Row, *, stale: int, answers: int, sparse: Sequence[str] = ()) -> Advice:
@@ -74,7 +75,14 @@ def advise(row: Row, *, stale: int, answers: int, sparse: Sequence[str] = ()) ->
         for regime in holding
     )
     idle = _unnecessary(figures)
-    return Advice(use, because, {k: why for k, why in idle.items() if k not in use})
+    without = {k: why for k, why in idle.items() if k not in use}
+    return Advice(use, because, without, tuple(_settings(use, figures)))
+
+
+def _settings(use: Sequence[str], figures: Mapping[str, float]) -> Iterator[str]:
+    """A safe set that is far above the floor, as in the study that the advice is from."""
+    if "dvp" in use and (level := figures.get("floor_level")):
+        yield f"correction.dvp.rho={min(ABOVE_FLOOR * level, 0.1):.1e}"
 
 
 def figures_of(row: Row, answers: int) -> dict[str, float]:
@@ -122,7 +130,7 @@ def _unnecessary(figures: Mapping[str, float]) -> dict[str, str]:
         without["mis"] = without["icepop"] = "no ratio is outside [0.5, 2]"
     if not figures.get("veto_share"):
         without["veto"] = "no sequence holds a token with a ratio below 1e-4"
-    if not figures.get("unlikely_share"):
+    if not figures.get("unlikely_share") and "outside_share" not in figures:
         without["dvp"] = "every token lies in the learner's safe set (p >= e^-13 of the largest)"
     if figures.get("acceptance", 0.0) > DIFFERENT:
         share = number(figures["acceptance"])
@@ -130,6 +138,7 @@ def _unnecessary(figures: Mapping[str, float]) -> dict[str, str]:
     return without
 
 
+ABOVE_FLOOR = 15.0  # times the floor
 GROUPS, SAMPLES = 32, 2  # prompts, answers to each
 NEW_TOKENS = 64  # of an answer, at most
 WORST = 8  # tokens that are listed
@@ -282,7 +291,10 @@ FIGURES = {
     "masked_share": "tokens with p_ref/p_inf outside [0.5, 2]",
     "unlikely_share": "tokens outside the learner's safe set",
     "veto_share": "sequences with a ratio below 1e-4",
-    "floor_tokens": "T*m: tokens of an answer drawn by a floor",
+    "floor_tokens": "T*m: tokens of an answer drawn by a floor, if it is one",
+    "tail_slope": "slope of log p_inf on log p_ref of these: a floor below 0.5",
+    "drift": "drift over the centred gradient",
+    "tv": "total variation of actors and learner, at least",
     "fixed_share": "part of the squared error that repeats in one context",
     "n_star": "N*: answers that make correcting pay",
     "batches_per_n_star": "the run's answers a step over N*",
@@ -358,7 +370,10 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
 def _advised(shown: Mapping[str, Any]) -> list[str]:
     advice = shown["advice"]
     use = ",".join(advice["use"])
-    said = ["", f"advice: correction={f'[{use}]' if ',' in use else use or 'none'}"]
+    line = " ".join(
+        [f"correction={f'[{use}]' if ',' in use else use or 'none'}", *advice["settings"]]
+    )
+    said = ["", f"advice: {line}"]
     said += [f"  {sentence}" for sentence in advice["because"]]
     said += [f"  not {name}: {why}" for name, why in advice["without"].items()]
     said.append(f"  the run's {advice['configured']}")

@@ -31,6 +31,7 @@ from rlcore.corrections.regimes import (
     fixed_share,
     floor_tokens,
     mismatch_tails,
+    tail_slope,
 )
 from rlcore.corrections.tis import TisSpec
 from rlcore.corrections.veto import veto
@@ -173,7 +174,11 @@ def _unlikely(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]
     drawn = floor_tokens(step.logp_ref, step.logp_inf, outside, on)
     out, n, floor, answers = total([outside, on, drawn, on.any(-1)], reduce)
     found = {"floor_tokens": floor / max(answers, 1.0), "floor_mass": floor / max(n, 1.0)}
-    return found if step.ref_inside is not None else {**found, "unlikely_share": out / max(n, 1.0)}
+    if step.ref_inside is not None or step.ref_topk_logp is None:
+        return found
+    found["unlikely_share"] = out / max(n, 1.0)
+    largest = step.ref_topk_logp.amax(-1)
+    return found | tail_slope(step.logp_ref, step.logp_inf, largest, outside, reduce)
 
 
 def _normalizer_metrics(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:

@@ -109,6 +109,36 @@ def floor_tokens(logp_ref: Tensor, logp_inf: Tensor, outside: Tensor, mask: Tens
     return torch.where((mask != 0) & outside, excess, 0.0).sum(-1)
 
 
+FEWEST = 40  # tokens outside the safe set from which on their slope is told
+
+
+def tail_slope(
+    logp_ref: Tensor,
+    logp_inf: Tensor,
+    logp_max: Tensor,
+    outside: Tensor,
+    reduce: SumReduce | None = None,
+) -> dict[str, float]:
+    """Figures that tell a floor of probabilities from another error: "tail_slope", the slope of
+    log p_inf on log p_ref over tokens outside the safe set, and "floor_level", the geometric mean
+    of their p_inf over the largest p_ref; {} below 40 of them.
+
+    The slope is 1.00 for errors of any size, 0.91 for a temperature of 1.1, and 0.03 to 0.23 for a
+    floor, under which p_inf does not depend on p_ref (METHODS.md). Log-probs [B, T], logp_max that
+    of the learner's likeliest token; outside [B, T] bool. Waits for the device.
+    """
+    on = outside & torch.isfinite(logp_ref) & torch.isfinite(logp_inf)
+    x, y, top = (
+        at_least_float32(v).double().where(on, 0.0) for v in (logp_ref, logp_inf, logp_max)
+    )
+    summed = torch.stack([v.sum() for v in (on.double(), x, y, x * x, x * y, y - top)])
+    n, sx, sy, sxx, sxy, level = (summed if reduce is None else reduce(summed)).tolist()
+    spread = n * sxx - sx * sx
+    if n < FEWEST or spread <= 0:
+        return {}
+    return {"tail_slope": (n * sxy - sx * sy) / spread, "floor_level": math.exp(level / n)}
+
+
 PERCENTILES = (1, 5, 50, 95, 99)
 EIGHTHS = 8  # parts of each answer
 SPARROW = 0.86  # agreement that sparse actors are held at (Sparrow, arXiv 2606.08446)

@@ -131,6 +131,19 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         otherwise="[dvp](corrections/dvp.md)",
     ),
     Metric(
+        "mismatch/tail_slope",
+        "1",
+        "slope of log p_inf on log p_ref over tokens outside DVP's default safe set, at least 40: "
+        "1 for errors, below 0.25 for a floor of probabilities",
+        healthy="above 0.5",
+        otherwise="[dvp](corrections/dvp.md)",
+    ),
+    Metric(
+        "mismatch/floor_level",
+        "1",
+        "of the same tokens: geometric mean of p_inf over the learner's largest p_ref",
+    ),
+    Metric(
         "mismatch/floor_mass",
         "probability",
         "m: probability that actors put on what the learner finds all but impossible",

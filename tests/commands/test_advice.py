@@ -25,6 +25,7 @@ NOISY = {
 }
 LARGE = {"n_star": 900.0, "variance_added": 1.0, "fixed_share": 1.0}
 UNSEEN = {"bias2": -0.1, "variance_added": 1.0}
+FLOOR = {"floor_tokens": 3.0, "tail_slope": 0.05, "floor_level": 1e-5}
 HEAVY = NOISY | {"masked_share": 0.03, "ess": 0.9}
 
 
@@ -47,8 +48,12 @@ def row(figures, **others):
         (HEAVY, 4, 128, ("tis",)),  # masks lose direction
         (HEAVY | {"acceptance": 0.6}, 0, 128, ("tis",)),
         (HEAVY | {"unlikely_share": 0.01, "floor_tokens": 0.3}, 0, 128, ("tis",)),
-        (HEAVY | {"unlikely_share": 0.05, "floor_tokens": 1.1}, 0, 128, ("dvp",)),
-        (HEAVY | {"floor_tokens": 1.1}, 1, 128, ("dvp", "tis")),
+        (HEAVY | {"unlikely_share": 0.05} | FLOOR, 0, 128, ("dvp",)),
+        (HEAVY | FLOOR, 1, 128, ("dvp", "tis")),
+        (HEAVY | FLOOR | {"floor_tokens": 1.1}, 0, 128, ("tis",)),  # too few to pay
+        # of INT4, stale, sparse and long answers the errors alone count as many
+        (HEAVY | FLOOR | {"tail_slope": 1.0, "floor_tokens": 90.0}, 0, 128, ("tis",)),
+        (HEAVY | {"floor_tokens": 90.0}, 0, 128, ("tis",)),  # fewer than 40 such tokens
     ],
 )
 def test_what_is_measured_decides(figures, stale, answers, use):
@@ -58,9 +63,11 @@ def test_what_is_measured_decides(figures, stale, answers, use):
 
 
 def test_what_is_advised_is_a_configuration_that_is_accepted():
-    for figures in (NOISY, HEAVY | {"floor_tokens": 3.0, "unlikely_share": 0.05}):
-        use = ",".join(advise(row(figures), stale=0, answers=128).use)
-        assert load(["run_dir=x", f"correction=[{use}]"]).correction.chosen()
+    for figures in (NOISY, HEAVY | FLOOR | {"unlikely_share": 0.05}):
+        advice = advise(row(figures), stale=0, answers=128)
+        words = [f"correction=[{','.join(advice.use)}]", *advice.settings]
+        chosen = load(["run_dir=x", *words]).correction.chosen()
+        assert chosen and ("dvp" not in chosen or chosen["dvp"].rho == pytest.approx(1.5e-4))
 
 
 def test_what_is_unnecessary_is_said_with_its_figure():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.corrections.functional import InvalidArgument, batch_worth_correcting, floor_tokens
-from rlcore.corrections.regimes import agreement_by_stretch, fixed_share
+from rlcore.corrections.regimes import agreement_by_stretch, fixed_share, tail_slope
 
 
 def gradients(parts, answers, *, bias, extra, seed=0, size=64):
@@ -35,6 +35,29 @@ def test_n_star_where_nothing_is_to_be_weighed():
     assert batch_worth_correcting(plain + 1, plain * 0.5) == 0.0  # less variance, too
     with pytest.raises(InvalidArgument, match="two parts"):
         batch_worth_correcting(plain[:1], corrected[:1])
+
+
+@pytest.mark.parametrize(("kind", "slope"), [("error", 1.0), ("temperature", 0.91), ("floor", 0.1)])
+def test_the_slope_of_the_tail_tells_a_floor_from_an_error(kind, slope):
+    g = torch.Generator().manual_seed(0)
+    rank = torch.arange(1, 151_937, dtype=torch.float64)
+    z = -1.5 * rank.log() + torch.randn(len(rank), generator=g, dtype=torch.float64)
+    z[0] = 3.0
+    p = z.softmax(0)
+    noise = 0.75 * torch.randn(len(rank), generator=g, dtype=torch.float64)
+    q = {
+        "error": (p.log() + noise).softmax(0),
+        "temperature": (p.log() / 1.1).softmax(0),
+        "floor": (p + 1e-6) / (1 + 1e-6 * len(p)),
+    }[kind]
+    low = (p < math.exp(-13) * p.max()).nonzero()[:, 0]
+    x = low[torch.multinomial(q[low], 400, generator=g)]
+    outside = torch.ones(1, 400, dtype=torch.bool)
+    taken = (p[x].log()[None], q[x].log()[None], p.max().log().expand(1, 400))
+    found = tail_slope(*taken, outside)
+    assert found["tail_slope"] == pytest.approx(slope, abs=0.2 if kind == "floor" else 0.08)
+    outside[:, 39:] = False
+    assert tail_slope(*taken, outside) == {}
 
 
 def test_the_tokens_of_a_floor_are_what_the_actor_has_beyond_the_learner():
