@@ -7,7 +7,7 @@ RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := cache/models/smollm2-135m
 
 .PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak mutants lint \
-  rules wheel docs docs-commands faults clean
+  rules wheel docs docs-commands faults models clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,7 @@ test-rest: venv  ## slow tests: of what changed since BASE=<commit>, then share 
 nightly: venv  ## the tests marked nightly (all faults), documented commands (demo, docs), soak, mutants
 	$(PY) tests/tiers.py nightly
 	$(MAKE) docs-commands
+	$(MAKE) models
 	$(MAKE) soak
 	$(MAKE) mutants
 
@@ -78,6 +79,9 @@ docs-commands: venv  ## run the documented commands: the bash blocks that are ta
 
 faults: venv  ## cause every fault of docs/faults.md for real, rewrite its table (half an hour)
 	$(PY) benchmarks/faults.py --out docs/faults.md
+
+models: venv  ## prove every family of models or show its refusal, rewrite docs/models.md (half an hour)
+	nice $(PY) benchmarks/models.py --out docs/models.md
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .venv-docs site .pytest_cache .mypy_cache .ruff_cache

@@ -41,18 +41,36 @@ RECURRENT_ON_CPU = {
 }
 
 
+# Why engines of vLLM 0.32 on CPUs do not serve other models right, likewise
+WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
+
+
 def check_recurrent(
     config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
 ) -> None:
-    """Raise UserError for a model with recurrent layers in an engine of vLLM on a CPU."""
-    if not (is_recurrent(config) and actor.engine == "vllm" and actor.on_cpu):
+    """Raise UserError for a model that an engine does not serve right: one with recurrent layers
+    divided among ranks or in vLLM on a CPU, or there one of a family that was found wrong."""
+    recurrent = is_recurrent(config)
+    if recurrent and actor.tensor_parallel > 1:
+        raise UserError(
+            f"{key}.tensor_parallel={actor.tensor_parallel} is not proven with recurrent layers, "
+            f"which {path} has: use 1."
+        )
+    if actor.engine != "vllm" or not actor.on_cpu:
         return
     kind = str(config.get("model_type"))
+    if kind in WRONG_ON_CPU:
+        raise UserError(
+            f"{key}.engine=vllm cannot serve {path} (model_type={kind}) on a CPU, with vLLM 0.32: "
+            f"{WRONG_ON_CPU[kind]}; choose a model of another family."
+        )
+    if not recurrent:
+        return
     why = RECURRENT_ON_CPU.get(kind, "it was not compared with transformers")
     raise UserError(
         f"{key}.engine=vllm cannot serve {path} on a CPU, a model with recurrent layers "
-        f"(model_type={kind}), with vLLM 0.32: {why}; use GPUs ({key}.num_gpus=1), or a model "
-        "whose layers all attend."
+        f"(model_type={kind}), with vLLM 0.32: {why}; choose a model whose "
+        "layers all attend."
     )
 
 
@@ -66,24 +84,36 @@ def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the mode
             f"model.max_len={max_len} is beyond the {limit} positions of {whose}: choose at most "
             f"{limit}."
         )
-    short = _short_positions(config)
-    if short is not None and max_len > short:
-        raise UserError(
-            f"model.max_len={max_len} is beyond the {short} positions up to which {whose} has one "
-            "set of factors (rope_type=longrope): its log-probs would depend on the longest "
-            f"sequence beside; choose at most {short}."
-        )
+    for rope in _long_ropes(config):
+        short = int(rope["original_max_position_embeddings"])
+        if max_len > short:
+            raise UserError(
+                f"model.max_len={max_len} is beyond the {short} positions up to which {whose} has "
+                "one set of factors (rope_type=longrope): its log-probs would depend on the "
+                f"longest sequence beside; choose at most {short}."
+            )
+        factor = rope.get("factor")
+        if factor is not None and limit is not None and abs(factor * short / limit - 1) > 1e-3:
+            raise UserError(
+                f"model.max_len={max_len}: {whose} scales its rotations by factor={factor:g} "
+                f"(rope_type=longrope), which engines take for {limit}/{short}, the longest by the "
+                "first positions: remove the factor from config.json if it is not meant."
+            )
 
 
-def _short_positions(config: Mapping[str, Any]) -> int | None:
-    """Up to how many positions a model with longrope scaling has its short factors."""
-    key = "original_max_position_embeddings"
+def _long_ropes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The longrope scalings of a model, with the positions up to which each has short factors."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     # a family may have others in each kind of layer
     ropes = [given, *(part for part in given.values() if isinstance(part, Mapping))]
-    long = [r for r in ropes if r.get("rope_type", r.get("type")) in ("longrope", "su")]
-    limits = [limit for r in long if (limit := r.get(key, config.get(key))) is not None]
-    return min(map(int, limits), default=None)
+    key = "original_max_position_embeddings"
+    # as transformers: the configuration's own number stands
+    long = [
+        {**r, key: config.get(key, r.get(key))}
+        for r in ropes
+        if r.get("rope_type", r.get("type")) in ("longrope", "su")
+    ]
+    return [r for r in long if r[key] is not None]
 
 
 def check_heads(heads: tuple[int, int], tensor_parallel: int, *, key: str = "actor") -> None:

@@ -15,6 +15,7 @@ from rlcore.attention.implementation import register
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.learner import build, probes
+from rlcore.learner.engines.model_parallel import check_layers
 from rlcore.learner.policy import Policy
 from rlcore.learner.probes import (
     CPU,
@@ -24,6 +25,7 @@ from rlcore.learner.probes import (
     against_replay,
     against_rule,
     laid_out,
+    odd_attention,
     refuse_odd_passes,
     short_model,
 )
@@ -97,6 +99,15 @@ def test_packed_rows_of_recurrent_layers_are_those_of_single_sequences(kind):
     lm = random_model(kind, **RECURRENT[kind])
     assert separate(lm)
     assert against_packing(lm) is None
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_are_not_divided_among_ranks(kind):
+    lm = random_model(kind, **RECURRENT[kind])
+    with pytest.raises(UserError, match=r"learner\.tensor_parallel=2 .* does not know how"):
+        check_layers(lm, 2)
+    # nor are sequences (learner.sequence_parallel): `hold_in_parts` refuses what this finds
+    assert "not every layer attends" in odd_attention(lm)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -52,6 +52,15 @@ def test_factors_that_depend_on_the_longest_sequence_are_refused(rope):
     check_length(config | {"rope_parameters": {"rope_type": "yarn"}}, 512)
 
 
+def test_a_factor_that_engines_do_not_read_is_refused():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 4.0}
+    config = {"max_position_embeddings": 512, "rope_parameters": rope}
+    with pytest.raises(UserError, match=r"factor=4 .*take for 512/64.*remove the factor"):
+        check_length(config, 64)
+    for given in ({"factor": 8.0}, {"factor": None}):
+        check_length(config | {"rope_parameters": rope | given}, 64)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -64,6 +73,15 @@ def test_factors_that_depend_on_the_longest_sequence_are_refused(rope):
 def test_recurrent_layers_in_an_engine_on_a_cpu(config, why):
     kind = config["model_type"]
     with pytest.raises(UserError, match=rf"a\.b\.engine=vllm .* M on a CPU.*={kind}\).*{why}"):
+        check_recurrent(config, ActorSpec(), key="a.b", path="M")
+    check_recurrent(config, ActorSpec(num_gpus=1), key="a.b", path="M")
+    with pytest.raises(UserError, match=r"a\.b\.tensor_parallel=2 is not proven with recurrent"):
+        check_recurrent(config, ActorSpec(num_gpus=1, tensor_parallel=2), key="a.b", path="M")
+
+
+def test_a_family_that_an_engine_on_a_cpu_computes_wrong():
+    config = {"model_type": "cohere2"}
+    with pytest.raises(UserError, match=r"a\.b\.engine=vllm .* M .*cohere2.*nats off"):
         check_recurrent(config, ActorSpec(), key="a.b", path="M")
     check_recurrent(config, ActorSpec(num_gpus=1), key="a.b", path="M")
 

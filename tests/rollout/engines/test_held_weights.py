@@ -121,6 +121,16 @@ def test_quantised_weights_that_arrived_are_proven_from_the_start_on(start):
     assert set(held.checksums(NAMES)) == set(NAMES)  # asked again: what was proven stays proven
 
 
+def test_weights_that_the_engine_holds_otherwise_are_named(start):
+    engine, _ = start()
+    shapes = {n: tuple(w.shape) for n, w in weights(0).items()}
+    assert engine.rl_unmatched(shapes) == ""  # the quantised ones have a kernel's layout
+    bias = {"model.attn.o_proj.bias": (8,)}
+    assert engine.rl_unmatched(shapes | bias) == "it holds no weight model.attn.o_proj.bias"
+    found = engine.rl_unmatched(shapes | {NAMES[0]: (7,)})
+    assert found == "it holds model.norm.weight as (6,), the files as (7,)"
+
+
 @pytest.mark.parametrize("lost", [NAMES, NAMES[2:3], NAMES[:1]])
 def test_weights_that_were_lost_on_the_way_are_seen(start, lost):
     engine, held = start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -72,19 +73,28 @@ def test_greedy_takes_the_most_probable_token(engine, model_a, ask, finish):
         assert t.sampled_ids.tolist() == model_a.logp(t).argmax(1).tolist()
 
 
-def test_every_end_id_of_the_generation_config_ends_an_answer(
+def test_of_the_generation_config_every_end_id_is_read_and_nothing_else(
     engine, model_a, start, ask, finish, tmp_path
 ):
     engine.add(ask(1, temperature=0.0))
     whole = finish(engine)[0].sampled_ids.tolist()
     end = whole[3]
     folder = shutil.copytree(model_a.path, tmp_path / "model")
-    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [1, {end}]}}')
+    sampling = {"do_sample": True, "top_p": 0.1, "top_k": 1, "temperature": 0.3, "min_p": 0.5}
+    sampling |= {"repetition_penalty": 2.0, "max_new_tokens": 2, "eos_token_id": [1, end]}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
     other = start(replace(model_a, path=folder))
     other.add(ask(1, temperature=0.0))
     (answer,) = finish(other)
     assert answer.sampled_ids.tolist() == whole[: whole.index(end) + 1]
     assert answer.finish_reason == "stop"
+    for one in (engine, other):
+        one.add(ask(4))
+    for plain, found in zip(finish(engine), finish(other), strict=True):
+        count = len(found.sampled_ids)  # it may have met its further end
+        assert found.sampled_ids.tolist() == plain.sampled_ids[:count].tolist()
+        np.testing.assert_allclose(found.logp_inf, plain.logp_inf[:count], atol=1e-5)
+        assert np.isfinite(found.topk_logp).all()  # nothing was cut off
 
 
 def test_truncated_sampling_reports_the_renormalised_distribution(engine, model_a, ask, finish):

@@ -20,8 +20,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rlcore.errors import UserError
 from rlcore.interfaces import StepLoad, Wake, WeightStream
-from rlcore.models.folder import read_config
+from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.arguments import engine_args
@@ -328,6 +329,13 @@ class VllmEngine(BookedEngine):
         check_model(job)
         vocab = int(read_config(job.model_path)["vocab_size"])
         self.core = VllmCore(job, vocab)
+        unmatched = self.core.rpc("rl_unmatched", read_shapes(job.model_path))
+        if unmatched:
+            self.core.close()
+            raise UserError(
+                f"{job.key}.engine=vllm cannot take weights of {job.model_path} as they are "
+                f"published: {unmatched}; choose a model of another family (docs/models.md)."
+            )
         self._weights = WeightLoader(job.model_path, self.core, job.actor, job.adapter)
         self._keep_kv = job.actor.kv_on_update == "keep"
         book = RequestBook(

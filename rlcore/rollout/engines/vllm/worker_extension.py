@@ -44,6 +44,24 @@ class WeightExtension:
                 "place"
             )
 
+    def rl_unmatched(self, shapes: Shapes) -> str:
+        """How the engine holds one of these weights otherwise than under its Hugging Face name and
+        in its shape, so that it could not be published to; "" if it holds all of them so."""
+        model = self.model_runner.model
+        params = {n.replace(_BASE, "."): p for n, p in model.named_parameters()}
+        for name, shape in shapes.items():
+            fused = params.get(_fused_name(model, name))
+            if fused is not None and fused.dtype not in _PLAIN:
+                continue  # quantised, in the layout of a kernel
+            try:
+                part, is_vocabulary = _held(model, params, name)
+            except KeyError:
+                return f"it holds no weight {name}"
+            whole = dist.get_world_size() == 1 and not is_vocabulary
+            if whole and tuple(part.shape) != tuple(shape):
+                return f"it holds {name} as {tuple(part.shape)}, the files as {tuple(shape)}"
+        return ""
+
     def rl_release(self) -> int:
         """On the CPU: free keys and values; returns their bytes."""
         self.rl_freed = EmptiedStorages(self.model_runner.kv_caches, keep=False)
