@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore import cli
+from rlcore.api_inputs import Inputs, as_words
 from rlcore.errors import UserError
 from rlcore.interfaces import Callback
 
@@ -34,6 +37,20 @@ class RunResult:
     """A run folder, of a run that has ended or goes on. Example: load_run("runs/a").rows[-1]"""
 
     folder: Path
+
+    def _repr_html_(self) -> str:
+        """The curves of rewards and evaluations, as a notebook shows them; before the first step,
+        the folder."""
+        from rlcore.metrics.curves import Asked, write_curves
+
+        names = {name for row in self.rows for name in row}
+        y = [n for n in ("reward/mean", *sorted(self.evaluation)) if n in names][:4]
+        if not y:
+            return f"<p>run {self.folder}: no step yet</p>"
+        with tempfile.TemporaryDirectory() as scratch:
+            asked = Asked("step", tuple(y), 95.0, ())
+            out = write_curves([str(self.folder)], "svg", asked, str(Path(scratch) / "run.svg"))
+            return Path(out).read_text(encoding="utf-8")
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -82,19 +99,29 @@ class RunResult:
 
 def train(
     experiment: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
+    model: str | Path | None = None,
+    data: str | Path | DataFrame | Sequence[Mapping[str, Any]] | None = None,
+    reward: str | Callable[..., Any] | None = None,
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     config_dir: str | None = None,
 ) -> RunResult:
     """`rlcore train`: run to the end of the schedule, or until a callback returns False.
 
-    `overrides`: words as of the command line. `run_dir`: default runs/<experiment>-<time>. Raises
-    UserError before anything is started, StageError or DeadlineExceeded if the run fails.
+    `overrides`: words as of the command line, or settings by key, nested or not. `model`, `data`,
+    `reward`: as `rlcore train model= data= reward=`; data may also be rows or a DataFrame, and the
+    reward a callable, which are kept in run_dir/inputs. `run_dir`: default
+    runs/<experiment>-<time>. Raises UserError before anything is started, StageError or
+    DeadlineExceeded if the run fails.
     """
     named = [] if experiment is None else [f"experiment={experiment}"]
-    config = _config("train", [*named, *overrides], run_dir, config_dir)
+    given = Inputs(model, data, reward)
+    if run_dir is None and given.objects:
+        run_dir = Path("runs") / f"train-{time.strftime('%Y%m%d-%H%M%S')}"
+    words = [*named, *given.words(run_dir), *as_words(overrides)]
+    config = _config("train", words, run_dir, config_dir)
     from rlcore.commands.train import StopSignals
     from rlcore.commands.train import train as command
 

@@ -357,6 +357,7 @@ def config_of(given: Given) -> RunConfig:
     """Composed before a command is imported, so that a wrong key answers at once."""
     from rlcore.config.compose import load
 
+    given = _of_three_words(given)
     words, config_dir = list(given.settings), given.text("config_dir")
     policy = given.verb.run_dir
     if policy == "required" or (policy == "new" and given.setting("run_dir") is not None):
@@ -374,6 +375,29 @@ def config_of(given: Given) -> RunConfig:
         run_dir = _run_meant(given)
         words.append(f"run_dir={run_dir}")
     return load(_of_run(words), config_dir)
+
+
+def _of_three_words(given: Given) -> Given:
+    """The words with model=, data= and reward= as the settings that they stand for, and, of a new
+    run, with those that are chosen besides, which are printed with their reasons."""
+    from rlcore.config.three_words import named
+
+    if given.verb.key("data") is None:
+        return given
+    config_dir = given.text("config_dir")
+    words = named(given.settings, given.own, config_dir)
+    if words is None:
+        return given
+    by_user = [w for w in given.settings if w in words]
+    given = replace(given, settings=tuple(words))
+    if given.verb.name != "train" or given.setting("resume") == "auto":
+        return given
+    from rlcore.commands.choices import completed
+
+    trial = not given.flag("dry_run")
+    words, lines = completed(words, by_user, config_dir, str(RUNS / "new"), trial=trial)
+    print("\n".join(lines), flush=True)
+    return replace(given, settings=tuple(words))
 
 
 def _new_run(given: Given) -> str:

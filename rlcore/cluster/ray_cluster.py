@@ -216,7 +216,7 @@ def _local_cpus(spec: RaySpec, needed_cpus: float, needed_gpus: float) -> int:
             f"cluster.num_cpus={cpus} is too few: actors and learner ask for {needed_cpus:g} "
             "(lower actor.*.num_cpus, actor.*.count, learner.num_cpus or learner.ranks)."
         )
-    if needed_gpus > (gpus := _local_gpus()):
+    if needed_gpus > (gpus := local_gpus()):
         raise UserError(
             f"actor.*.num_gpus and learner.num_gpus ask for {needed_gpus:g} GPUs where this "
             f"machine shows {gpus}: choose actor.*.num_gpus=0 and learner.num_gpus=0, or a machine "
@@ -234,7 +234,7 @@ def _shut_down(own: Sequence[int]) -> None:
     _end(started)
 
 
-def _local_gpus() -> int:
+def local_gpus() -> int:
     """The GPUs that Ray will find on this machine, as CUDA_VISIBLE_DEVICES limits them."""
     count = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()

@@ -134,7 +134,7 @@ def _try_prompts(
 ) -> int:
     """Of tasks without an environment; the number of faults."""
     trials = {label: _trials(config, label, s, tokenizer, n) for label, s in sources.items()}
-    scores = _graded(config, trials) if trials else {}
+    scores = graded(config, trials) if trials else {}
     faults = 0
     for label, its in trials.items():
         note(_title(config, label, tasks[label], len(its)))
@@ -251,7 +251,7 @@ def _quoted(text: str) -> list[str]:
     return [f"  | {line}" for line in text.split("\n")]
 
 
-def _graded(
+def graded(
     config: RunConfig, trials: Mapping[str, Sequence[Trial]]
 ) -> dict[str, list[list[Score]]]:
     """The scores of every trial's responses, by the graders of a run and under their deadlines."""

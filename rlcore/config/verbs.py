@@ -96,6 +96,10 @@ EPISODES = (
     Key("call_s", "seconds of a call of an environment", "text", "0.01"),
 )
 PICTURE = Key("picture", "draw it into this SVG file", "file")
+THREE_WORDS = (
+    Key("data", "rows of your own: a file, a folder, or OWNER/NAME in the local cache"),
+    Key("reward", "FILE.py:FUNCTION or MODULE:FUNCTION that scores, or a task such as gsm8k"),
+)
 _FORECAST_OF_DRY_RUN = tuple(
     Key(k.name, k.meaning, k.kind, k.default, k.choices, needs="dry_run") for k in FORECAST
 )
@@ -108,11 +112,11 @@ VERBS: Mapping[str, Verb] = {
             "train",
             "train a model, or continue a run",
             (
+                "rlcore train model=FOLDER data=FILE reward=FILE.py:FUNCTION [key=value ...]",
                 f"rlcore train {_TRAIN}",
                 "rlcore train run_dir=DIR resume=auto [key=value ...]",
-                "rlcore train ... dry_run=true [rates=FILE|gpu=NAME]",
             ),
-            (DRY_RUN, CONFIG_DIR, *_FORECAST_OF_DRY_RUN),
+            (*THREE_WORDS, DRY_RUN, CONFIG_DIR, *_FORECAST_OF_DRY_RUN),
             run_dir="new",
         ),
         Verb(
@@ -123,6 +127,7 @@ VERBS: Mapping[str, Verb] = {
                 "rlcore try task=NAME environment=NAME [say=TEXT|url=URL] [n=5] [key=value ...]",
             ),
             (
+                *THREE_WORDS,
                 Key("n", "prompts of each task", "number", "3"),
                 Key("say", "what a scripted model says at every turn of an environment", "text"),
                 Key("url", "or the base URL of a server whose model plays, as of vllm serve"),

@@ -9,9 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from math import ceil
 from typing import Any
 
 from rlcore.interfaces import Split, Task
+from rlcore.seeding import derive_seed
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import ArgumentError, one_of
 from rlcore.tasks.row_files import Meaningless, Row, fault, rows
@@ -42,7 +44,8 @@ class RowError(ValueError):
 class RecordTask(Task, ABC):
     """`train_path` and `heldout_path` name a data file each, a list or a pattern of several, or a
     folder (`row_files.py`); one may be None, its split is then empty. `train_split` and
-    `heldout_split` choose one of several splits in such a folder.
+    `heldout_split` choose one of several splits in such a folder. Without held-out rows,
+    `heldout_share` of the training rows are held out, by the hashes of their questions.
 
     A field is a column name or a dotted path into it (`reward_model.ground_truth`,
     `prompt.0.content`). `instruction` is appended to every question, on a line of its own, which is
@@ -59,6 +62,7 @@ class RecordTask(Task, ABC):
         heldout_path: str | Sequence[str] | None = None,
         train_split: str | None = None,
         heldout_split: str | None = None,
+        heldout_share: float = 0.0,
         instruction: str = "",
         missing_answer: str = "error",
     ) -> None:
@@ -82,6 +86,7 @@ class RecordTask(Task, ABC):
         self._records: dict[Split, list[Record]] = {
             split: self._load(split) for split in self._paths
         }
+        self._hold_out(heldout_share)
 
     @abstractmethod
     def record(self, row: Row) -> Record:
@@ -119,6 +124,30 @@ class RecordTask(Task, ABC):
                 argument, path, "is an empty data set: it has no row with an answer."
             )
         return records
+
+    def _hold_out(self, share: float) -> None:
+        """Move a share of the questions, at least one, from training to the held-out rows, those
+        with the smallest hashes; rows of one question stay together."""
+        if share == 0:
+            return
+        numeric = isinstance(share, int | float) and not isinstance(share, bool)
+        if not numeric or not 0 < share < 1:
+            raise ArgumentError(
+                "heldout_share", share, "is not accepted: give a number between 0 and 1."
+            )
+        if self._paths["heldout"] is not None:
+            raise ArgumentError(
+                "heldout_share", share, "has a file in its place: leave it or heldout_path out."
+            )
+        rows = self._records["train"]
+        asked = sorted({_asked(row) for row in rows}, key=lambda q: derive_seed(0, "heldout", q))
+        held = set(asked[: ceil(share * len(asked))])
+        if len(held) == len(asked):
+            raise ArgumentError(
+                "heldout_share", share, "leaves no question to train on: give more rows."
+            )
+        self._records["heldout"] = [r for r in rows if _asked(r) in held]
+        self._records["train"] = [r for r in rows if _asked(r) not in held]
 
     def size(self, split: Split) -> int | None:
         return len(self._records[split])
@@ -165,8 +194,7 @@ class RecordTask(Task, ABC):
         asked: dict[str, list[tuple[str, Record]]] = {}
         for split, records in self._records.items():
             for record in records:
-                text = json.dumps(record.messages or record.question, sort_keys=True).strip()
-                asked.setdefault(text, []).append((split, record))
+                asked.setdefault(_asked(record), []).append((split, record))
         found = [
             same
             for same in asked.values()
@@ -178,6 +206,10 @@ class RecordTask(Task, ABC):
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         count = "one question stands" if len(found) == 1 else f"{len(found)} questions stand"
         return [f"{count} in several rows with different answers: {' | '.join(shown)}{more}"]
+
+
+def _asked(record: Record) -> str:
+    return json.dumps(record.messages or record.question, sort_keys=True).strip()
 
 
 def _place(split: str, record: Record) -> str:

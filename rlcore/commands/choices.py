@@ -1,0 +1,229 @@
+"""What a run of three words is given besides: settings that follow from the model, the machine, the
+rows and 32 trial answers, each with its reason. Words of the user go before all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlcore.commands.preflight import make_tasks, tokenizer_of
+from rlcore.commands.trial import TRIAL_S, Tried, try_answers
+from rlcore.config.compose import load
+from rlcore.config.schema import RunConfig
+from rlcore.interfaces import Task
+from rlcore.models.text import encode_prompt
+from rlcore.spare_cores import cores
+
+HELDOUT_SHARE = 0.02
+WHOLE = 50e6  # parameters below which all weights are trained on CPUs
+LIMIT = {"cpu": 192, "gpu": 1024}  # tokens of a trial answer
+PROMPTS = 512  # prompts that are measured
+MIB = 1 << 20
+
+
+class Choice(NamedTuple):
+    """Settings with one reason. Example: Choice(("learner.lr=1e-06",), "all weights of ...")"""
+
+    words: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What choices follow from."""
+
+    parameters: int
+    gpus: int
+    cpus: int
+    rows: int | None
+    has_heldout: bool
+    prompt: int  # longest prompt, in tokens
+    tried: Tried | None = None
+
+    @property
+    def adapters(self) -> bool:
+        """True where adapters are trained instead of all weights."""
+        return not self.gpus and self.parameters > WHOLE
+
+
+def completed(
+    words: Sequence[str],
+    by_user: Sequence[str],
+    config_dir: str | None,
+    run_dir: str | None,
+    *,
+    trial: bool,
+) -> tuple[list[str], list[str]]:
+    """The words with those that are chosen before them, and the lines that say why.
+
+    `words`: all, among them `by_user`, for whose keys and groups nothing is chosen. Raises
+    UserError for words that do not compose, before anything is read or tried.
+    """
+    given = {word.partition("=")[0].lstrip("+") for word in by_user}
+    if "experiment" in given:
+        return list(words), []
+    config = load(words, config_dir, run_dir=run_dir)
+    if config.model.path is None or config.mixed:
+        return list(words), []
+    facts = look(config, trial=trial and "rollout.max_new_tokens" not in given)
+    kept = [choice for each in choices(facts) if (choice := _without(each, given)).words]
+    chosen = [word for choice in kept for word in choice.words]
+    lines = [f"  {' '.join(choice.words)}: {choice.reason}" for choice in kept]
+    return [*chosen, *words], ["rlcore: chosen (a word of yours goes before each):", *lines]
+
+
+def look(config: RunConfig, *, trial: bool) -> Facts:
+    """Measure the model, this machine and the rows, and, with `trial`, answers of the model."""
+    from rlcore.cluster.ray_cluster import local_gpus
+    from rlcore.commands.memory import folder_parameters
+
+    tasks = make_tasks(config)
+    task = next(iter(tasks.values()))
+    tokenizer = tokenizer_of(config, tasks)
+    gpus = local_gpus()
+    tried = None
+    if trial and task.size("train") != 0:
+        tried = try_answers(config, task, tokenizer, LIMIT["gpu" if gpus else "cpu"])
+    return Facts(
+        folder_parameters(str(config.model.path)),
+        gpus,
+        cores(),
+        task.size("train"),
+        task.size("heldout") != 0,
+        _longest(config, task, tokenizer),
+        tried,
+    )
+
+
+def _longest(config: RunConfig, task: Task, tokenizer: Any) -> int:
+    count = min(PROMPTS, task.size("train") or PROMPTS)
+    asked = (task.item("train", index) for index in range(count))
+    return max(
+        (len(encode_prompt(tokenizer, i.messages or i.question, config.model)) for i in asked),
+        default=64,
+    )
+
+
+def _without(choice: Choice, given: set[str]) -> Choice:
+    """A choice without what the user gave, by key or by the group of the key."""
+    kept = [
+        word
+        for word in choice.words
+        if not {(key := word.partition("=")[0]), key.partition(".")[0]} & given
+    ]
+    return choice._replace(words=tuple(kept))
+
+
+def choices(facts: Facts) -> Iterator[Choice]:
+    """The settings, about ten, in the order in which they are printed."""
+    yield _where(facts)
+    yield _learner(facts)
+    yield _rate(facts)
+    yield from _pace(facts)
+    yield _lengths(facts)
+    yield _store(facts)
+    if not facts.has_heldout:
+        rows = "" if facts.rows is None else f" of {facts.rows} rows"
+        yield Choice(
+            (f"task.args.heldout_share={HELDOUT_SHARE}",),
+            f"no held-out file: a share{rows}, by the questions' hashes, is never trained on",
+        )
+    yield Choice(
+        ("evaluation.every=10", f"evaluation.prompts={256 if facts.gpus else 64}"),
+        "at the start, every ten steps and at the end",
+    )
+
+
+def _where(facts: Facts) -> Choice:
+    size = f"{facts.parameters / 1e6:,.0f} M parameters"
+    if facts.gpus:
+        engines = max(1, facts.gpus - 1)
+        return Choice(
+            ("actor.bf16.num_gpus=1", f"actor.bf16.count={engines}"),
+            f"{facts.gpus} GPU{'s' if facts.gpus > 1 else ''} here, {size}, bfloat16",
+        )
+    return Choice(
+        ("actor.bf16.num_gpus=0", "actor.bf16.dtype=float32"),
+        f"no GPU here, {facts.cpus} cores, {size}, float32",
+    )
+
+
+def _learner(facts: Facts) -> Choice:
+    if facts.gpus:
+        return Choice(
+            ("learner=gpu",), "one rank: all weights, bfloat16, activations computed again"
+        )
+    if facts.adapters:
+        return Choice(
+            ("learner=lora", "learner.micro_batch_tokens=auto"),
+            f"on CPUs adapters are trained above {WHOLE / 1e6:.0f} M parameters; micro-batches are "
+            "tried at the start",
+        )
+    return Choice(
+        ("learner=cpu",), "all weights of a small model; micro-batches are tried at the start"
+    )
+
+
+def _rate(facts: Facts) -> Choice:
+    if not facts.adapters:
+        return Choice(("learner.lr=1e-06",), "all weights of a pretrained model")
+    rate = 1e-4 if facts.parameters < 1e9 else 5e-5 if facts.parameters < 1e10 else 1e-5
+    return Choice((f"learner.lr={rate:g}",), "adapters: 1e-05 to 1e-04, less for larger models")
+
+
+def _pace(facts: Facts) -> Iterator[Choice]:
+    if facts.gpus == 1:
+        yield Choice(
+            ("schedule=on_policy", "schedule.colocated=true"),
+            "engine and learner have the one GPU in turn",
+        )
+    else:
+        yield Choice(
+            ("schedule=async",), "samples are at most one step old, corrected by correction=[tis]"
+        )
+    steps = 200 if facts.gpus else 40
+    yield Choice(
+        (f"schedule.steps={steps}", "schedule.groups_per_step=8", "rollout.samples_per_prompt=8"),
+        "64 answers a step",
+    )
+
+
+def _lengths(facts: Facts) -> Choice:
+    tried = facts.tried
+    usual = LIMIT["gpu" if facts.gpus else "cpu"]
+    if tried is None:
+        new, why = usual, "no trial answers were sampled"
+    elif tried.cut > 0 and tried.limit < tried.asked:
+        new = usual
+        why = (
+            f"{len(tried.lengths)} trial answers reached {tried.limit} tokens in {TRIAL_S:g} s, "
+            f"{tried.cut:.0%} without their end: lengths are not known"
+        )
+    else:
+        longest = tried.limit if tried.cut > 0 else min(tried.limit, math.ceil(1.25 * tried.p99))
+        new = _rounded(longest, 32)
+        why = (
+            f"{len(tried.lengths)} trial answers: 99% within {tried.p99} tokens, {tried.cut:.0%} "
+            f"cut off at {tried.limit}, {tried.with_signal} of {tried.groups} groups with signal"
+        )
+        why += "" if tried.mean is None else f", mean reward {tried.mean:.3g}"
+        if not tried.with_signal:
+            why += "; NONE LEARNS from equal rewards: an easier reward or a stronger model"
+    return Choice(
+        (f"rollout.max_new_tokens={new}", f"model.max_len={_rounded(facts.prompt + new, 64)}"), why
+    )
+
+
+def _rounded(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def _store(facts: Facts) -> Choice:
+    """Two publications, as the wire has them: float32 on CPUs, else bfloat16."""
+    once = facts.parameters * (2 if facts.gpus else 4) / MIB
+    size = max(512, _rounded(math.ceil(2.2 * once), 64))
+    return Choice(
+        (f"cluster.object_store_mib={size}",), f"two publications of {once:,.0f} MiB of weights"
+    )
