@@ -105,6 +105,7 @@ def test_a_micro_batch_is_corrected_without_measuring_it(model, monkeypatch):
     assert "mismatch/kl_k3" in metrics
 
 
+CENTRED = {"centre": {}, "tis": {}}
 WHOLE_BATCH = {
     "none": {},
     "tis+veto": {"tis": {}, "veto": {"threshold": 0.01}},
@@ -114,6 +115,8 @@ WHOLE_BATCH = {
     "dvp+mis+veto": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}},
     "opsm+tis": {"opsm": {"delta": 0.01}, "tis": {}},
     "dvp trajectory": {"dvp": {"rho": 0.02, "zero": "trajectory"}, "tis": {}},
+    "centre+tis": {"centre": {}, "tis": {}},
+    "centre+jackpot": {"centre": {}, "jackpot": {"mode": "expected"}},
     "jackpot": {"jackpot": {}},
     "jackpot new": {"jackpot": {"target": "new", "tail": "none"}},
 }
@@ -160,6 +163,27 @@ def test_kept_passes_of_several_micro_batches_give_what_a_pass_of_its_own_gives(
     assert one.kept == two.kept > 0 and one.metrics == two.metrics
     assert mine.keys() == its.keys() and all(torch.equal(mine[n], its[n]) for n in mine)
     assert torch.equal(logp, its_logp)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_centred_step_is_the_same_in_micro_batches_and_again(model, later):
+    """A real model through the chunked head; the same steps twice are equal to the bit."""
+    found = []
+    for size, corrections in ((4096, CENTRED), (40, CENTRED), (40, CENTRED), (4096, {"tis": {}})):
+        update = _update(model, corrections)
+        batch = make_batch(make_groups(5), size)
+        update.prepare([batch], first=not later, steps=1 + later)
+        if later:
+            disturb(update.engine.policy)
+        metrics = update.run(batch, int(later), first=not later).metrics
+        found.append((update.engine.gradients(), metrics))
+    (whole, metrics), (parts, _), (again, _), (plain, _) = found
+    assert 0 <= metrics["correction/centre/tail_mass"] <= 1
+    assert all(torch.equal(parts[n], again[n]) for n in parts)
+    largest = max(float(g.abs().max()) for g in whole.values())
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, atol=1e-5 * largest, rtol=1e-4)
+    assert any(not torch.allclose(plain[n], whole[n], atol=1e-3 * largest) for n in whole)
 
 
 def test_passes_that_do_not_fit_are_not_kept_and_tried_once(model):
