@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from rlcore.types import StepTensors
 
 V, LONGEST = 4, 5
 FEW, MANY = 60, 3000
+FOUND = (1973308036, 1973308884)  # by a night: DVP without weights
 TOLERANCE = 2e-5  # rlcore's advantages and coefficients are float32
 
 WEIGHERS: list[dict[str, dict[str, Any]]] = [
@@ -178,14 +180,14 @@ def apart(seed: int) -> float:
     return float(np.abs(theirs - ours).max() / max(np.abs(theirs).max(), 1e-3))
 
 
-def compare(seeds: range) -> None:
+def compare(seeds: Iterable[int]) -> None:
     for seed in seeds:
         found = apart(seed)
         assert found < TOLERANCE, f"seed {seed}: {found:.2e}, {drawn(seed)}"
 
 
 def test_both_engines_have_the_same_gradient() -> None:
-    compare(range(FEW))
+    compare([*range(FEW), *FOUND])
 
 
 def test_a_wrong_line_of_either_is_seen() -> None:

@@ -34,6 +34,9 @@ IDIOMS = {
     "late thread": "import threading\nthreading.Timer(.05, print, ('late',)).start()\nprint(1)",
     "executor": "from concurrent.futures import ThreadPoolExecutor\n"
     "ThreadPoolExecutor(2).submit(print, 'done')",
+    "pool": "from multiprocessing.pool import ThreadPool\n"
+    f"{READ}with ThreadPool(2) as p: print(sum(p.map(int, a)))",
+    "lock": "import multiprocessing\nwith multiprocessing.Lock(): print(input())",
     "deep recursion": "import sys, threading\nsys.setrecursionlimit(10**6)\n"
     "threading.stack_size(1 << 26)\ndef f(n): return n and 1 + f(n - 1)\n"
     "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()",

@@ -23,7 +23,8 @@ CHOICES = (False, True, "programs")
 TIMEOUT_S, MEMORY_MIB = 5.0, 1024
 TRIED = 2  # problems on which an isolated grader is tried
 DANGEROUS = frozenset(
-    ("eval", "exec", "parse_expr", "sympify", "literal_eval", "pickle", "subprocess")
+    {"eval", "exec", "parse_expr", "parse_latex", "sympify", "lambdify", "literal_eval", "pickle"}
+    | {"dill", "cloudpickle", "joblib", "marshal", "shelve", "unsafe_load", "subprocess", "popen"}
 )
 
 

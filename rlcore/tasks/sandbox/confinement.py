@@ -41,6 +41,7 @@ STREAMS = {
     ".stdin": ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"),
     ".stdout": ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"),
 }
+SEMAPHORES = "/dev/shm"  # files of named ones, which pools of threads have
 ROOT_MIB, ROOT_FILES = 1, 1000  # folders that lead to what is bound
 PROBE_S = 20.0
 CAPABILITY_V3 = 0x20080522
@@ -78,7 +79,7 @@ ALLOWED = {
         *(0, 1, 2, 3, 8, 17, 18, 19, 20, 32, 33, 40, 74, 75, 77, 285, 292, 295, 296, 326),
     ],
     "files": [
-        *(4, 5, 6, 21, 73, 78, 79, 80, 82, 83, 84, 87, 89, 95, 137, 138, 217, 257, 258, 262),
+        *(4, 5, 6, 21, 73, 78, 79, 80, 82, 83, 84, 86, 87, 89, 95, 137, 138, 217, 257, 258, 262),
         *(263, 264, 267, 269),
     ],
     "files, newer": [316, 332, 439],
@@ -149,6 +150,7 @@ def make_root(folder: str, packages: Iterable[str]) -> str:
         _check(bind, f"binding {path}")
         bound.append(path)
     os.makedirs(folder + folder)
+    os.symlink(folder, folder + SEMAPHORES)
     for stream, paths in STREAMS.items():
         for path in paths:
             os.makedirs(os.path.dirname(folder + path), exist_ok=True)
