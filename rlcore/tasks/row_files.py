@@ -313,7 +313,7 @@ def _arrow(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
 
 def _values(table: Any) -> list[Row]:
     """The rows of an Arrow table; a number of a narrow type is the shortest decimal that is this
-    number in its type: 0.1 of a float32 column, not 0.10000000149011612."""
+    number in its type: 0.1 of a float32 column, not 0.10000000149011612. A decimal is its text."""
     made: list[Row] = table.to_pylist()
     for field in table.schema:
         shorten = _shortener(field.type)
@@ -331,6 +331,8 @@ def _shortener(kind: Any) -> Callable[[Any], Any] | None:
     if types.is_float16(kind) or types.is_float32(kind):
         narrow = np.float16 if types.is_float16(kind) else np.float32
         return lambda value: None if value is None else float(str(narrow(value)))
+    if types.is_decimal(kind):
+        return lambda value: None if value is None else format(value, "f")
     if types.is_dictionary(kind):
         return _shortener(kind.value_type)
     if types.is_map(kind):

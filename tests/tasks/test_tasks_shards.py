@@ -183,6 +183,14 @@ def test_numbers_are_the_shortest_decimals_of_their_columns_type(tmp_path, kind,
     assert [row["answer"] for _, row in read(tmp_path / "a.parquet")] == wanted
 
 
+def test_decimals_are_text_with_all_of_their_digits(tmp_path):
+    given = [Decimal("0.100"), None, Decimal("-12345678901234567.125"), Decimal("1E+2")]
+    made = pyarrow.array(given, pyarrow.decimal128(30, 3))
+    pyarrow.parquet.write_table(pyarrow.table({"answer": made}), tmp_path / "a.parquet")
+    found = [row["answer"] for _, row in read(tmp_path / "a.parquet")]
+    assert found == ["0.100", None, "-12345678901234567.125", "100.000"]
+
+
 def test_the_decimal_of_any_float32_is_the_same_number_in_fewest_digits(tmp_path):
     values = np.random.default_rng(5).integers(0, 2**32, 3000, np.uint32).view(np.float32)
     values = values[np.isfinite(values)]
