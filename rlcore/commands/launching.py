@@ -14,8 +14,9 @@ from typing import Any
 from rlcore.commands.node_places import check_idle, placed
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError, UserError
-from rlcore.launch import jobs, render
+from rlcore.launch import jobs, rayjobs, render
 from rlcore.launch import launch as start
+from rlcore.launch.job import job_name, with_metrics_port
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import read_status
 from rlcore.spec import refuse
@@ -31,6 +32,8 @@ def launch(config: RunConfig, words: Sequence[str], *, dry_run: bool) -> int:
     spec, run_dir = config.cluster.launch, config.run_dir
     if spec.kind not in ELSEWHERE:
         return start(spec, words, run_dir, dry_run=dry_run)
+    if spec.kind == "kubernetes" and config.logging.prometheus_port:
+        spec = with_metrics_port(spec, config.logging.prometheus_port)
     rendered = render(spec, words, run_dir)  # refuses first what no node could do
     if not any(word.startswith("resume=") for word in words):
         config = config.model_copy(update={"resume": "auto"})
@@ -42,6 +45,8 @@ def launch(config: RunConfig, words: Sequence[str], *, dry_run: bool) -> int:
         lines += _asked(script)
     for line in lines:
         print(f"rlcore launch: {line}", file=sys.stderr)
+    if spec.kind == "kubernetes" and not dry_run and shutil.which("kubectl"):
+        rayjobs.make_room(spec.namespace, job_name(run_dir), run_dir)
     return start(spec, words, run_dir, dry_run=dry_run)
 
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -31,6 +34,15 @@ from rlcore.launch.specs import (
 from rlcore.spec import refuse
 
 TEMPLATES = shipped("launchers")
+# KubeRay gives the head's service these ports only where the container names none: with one more,
+# such as that of metrics, workers would not find Ray, nor KubeRay the job server.
+HEAD_PORTS = {
+    "gcs-server": 6379,
+    "dashboard": 8265,
+    "client": 10001,
+    "metrics": 8080,
+    "serve": 8000,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +171,7 @@ def render_kubernetes(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> R
     cluster = job["rayClusterSpec"]
     cluster["rayVersion"] = version("ray")
     cluster["headGroupSpec"]["template"] = _pod(
-        spec, NodeSize(spec.head_cpus, spec.head_memory_gib, gpus=0)
+        spec, NodeSize(spec.head_cpus, spec.head_memory_gib, gpus=0), HEAD_PORTS
     )
     cluster["workerGroupSpecs"] = [_workers(spec, *group) for group in _groups(spec)]
     # Below the working directory, not in run_dir: that is on the volume, which this machine may not
@@ -171,10 +183,26 @@ def render_kubernetes(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> R
 
 
 def job_name(run_dir: str) -> str:
-    """A name that Kubernetes accepts (RFC 1123, at most 47 characters for a RayJob)."""
-    # KubeRay appends up to 16 characters to it for the names of its pods.
-    name = re.sub(r"[^a-z0-9]+", "-", Path(run_dir).name.lower()).strip("-")
-    return f"rlcore-{name or 'run'}"[:47].rstrip("-")
+    """The RayJob of a user's run folder: the same at every launch, and no other folder's or user's.
+    Kubernetes accepts it (RFC 1123, at most 47 characters for a RayJob)."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in containers
+        user = str(os.getuid())
+    mark = hashlib.sha256(f"{user}\n{run_dir}".encode()).hexdigest()[:6]
+    return "-".join(["rlcore", _label(user, 10), _label(Path(run_dir).name, 22), mark])
+
+
+def _label(text: str, most: int) -> str:
+    """Lower-case letters, digits and single hyphens between them, at least one character."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].rstrip("-") or "x"
+
+
+def with_metrics_port(spec: LaunchSpec, port: int) -> LaunchSpec:
+    """The settings with the port of the run's metrics in every pod, for launchers/podmonitor.yaml;
+    `cluster.launch.pod` may give it another number."""
+    named = {"spec": {"containers": [{"ports": [{"name": "rlcore", "containerPort": port}]}]}}
+    return spec.model_copy(update={"pod": _merged(named, spec.pod)})
 
 
 def _check(spec: LaunchSpec, run_dir: str) -> None:
@@ -217,7 +245,9 @@ def _workers(spec: LaunchSpec, name: str, replicas: int, resource: str | None) -
     }
 
 
-def _pod(spec: LaunchSpec, node: NodeSize) -> dict[str, Any]:
+def _pod(
+    spec: LaunchSpec, node: NodeSize, ports: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     # Ray's object store lives in shared memory, of which a container has 64 MiB by default.
     shared_memory = {"medium": "Memory", "sizeLimit": f"{max(1, node.memory_gib // 3)}Gi"}
     pod: dict[str, Any] = {
@@ -229,6 +259,9 @@ def _pod(spec: LaunchSpec, node: NodeSize) -> dict[str, Any]:
             {"name": "shm", "emptyDir": shared_memory},
         ],
     }
+    if ports:
+        listed = [{"name": name, "containerPort": port} for name, port in ports.items()]
+        pod["containers"][0]["ports"] = listed
     if spec.fs_group is not None:
         pod["securityContext"] = {"fsGroup": spec.fs_group}
     if spec.tolerations:

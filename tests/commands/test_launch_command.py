@@ -1,9 +1,13 @@
 """`rlcore launch`: the command around the launchers, and its checks."""
 
 import os
+import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlcore.cli import main
 from rlcore.commands.launching import limit_s
@@ -101,6 +105,49 @@ def test_a_folder_has_one_job_at_a_time_which_is_shown_and_cancelled(slurm, caps
     assert "has no job that waits or runs" in capsys.readouterr().err
     assert main(["jobs", "run_dir=other"]) == 2
     assert main([*WORDS, *SLURM]) == 0 and jobs.kept("runs/there") == ["42", "42"]
+
+
+KUBERNETES = ["cluster=kubernetes", "cluster.launch.image=i", "cluster.launch.claim=c"]
+KUBECTL = """
+echo "$*" >> asked
+case "$1" in get) cat state ;; delete) : > state ;; esac
+"""
+
+
+def test_a_ray_job_that_has_ended_is_deleted_and_one_that_runs_is_not(slurm, capsys):
+    slurm(kubectl=KUBECTL)
+    launch = ["launch", "experiment=quickstart", "run_dir=/data/run", *KUBERNETES]
+    state = Path("state")
+
+    def asked():
+        Path("asked").unlink(missing_ok=True)
+        code = main(launch)
+        return code, [line.split()[0] for line in Path("asked").read_text().splitlines()]
+
+    state.write_text("")
+    assert asked() == (0, ["get", "apply"])
+    for ended in ("Complete", "Failed"):
+        state.write_text(f'{{"status": {{"jobDeploymentStatus": "{ended}"}}}}')
+        assert asked() == (0, ["get", "delete", "apply"])
+    capsys.readouterr()
+    for running in ('{"status": {"jobDeploymentStatus": "Running"}}', "{}"):
+        state.write_text(running)
+        assert asked() == (2, ["get"])
+        said = capsys.readouterr().err
+        remedy = re.search("`kubectl (.*)`", said)
+        assert "run_dir=/data/run has RayJob rlcore-" in said
+        assert subprocess.run(["kubectl", *shlex.split(remedy[1])]).returncode == 0
+        assert asked() == (0, ["get", "apply"])
+    slurm(kubectl='echo "no cluster" >&2; exit 1')
+    assert main(launch) == 1 and "kubectl get: no cluster" in capsys.readouterr().err
+
+
+def test_the_port_of_metrics_is_named(slurm, capsys):
+    launch = ["launch", "experiment=quickstart", "run_dir=/data/run", *KUBERNETES]
+    assert main([*launch, "logging.prometheus_port=9470", "dry_run=true"]) == 0
+    (job,) = yaml.safe_load_all(capsys.readouterr().out.partition("# command")[0])
+    (head,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "rlcore", "containerPort": 9470} in head["ports"]
 
 
 @pytest.mark.parametrize(

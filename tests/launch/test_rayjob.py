@@ -2,6 +2,8 @@
 by KubeRay's own definitions (`crd.py`)."""
 
 import json
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from rlcore.cli import main
 from rlcore.config.compose import load
 from rlcore.errors import UserError
 from rlcore.launch import render
+from rlcore.launch.job import HEAD_PORTS, job_name, with_metrics_port
 from rlcore.launch.specs import LaunchSpec
 
 WORDS = ["experiment=math_fp8_gpu", "run_dir=/data/a b", "model.path=it's"]
@@ -46,6 +49,12 @@ DEFINITIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def user(monkeypatch):
+    """Its name is in that of the job."""
+    monkeypatch.setenv("LOGNAME", "me")
+
+
 def manifest(settings, run_dir="/data/My_Run 1", words=WORDS):
     (text,) = render(settings, words, run_dir).files.values()
     return yaml.safe_load(text)
@@ -54,11 +63,8 @@ def manifest(settings, run_dir="/data/My_Run 1", words=WORDS):
 def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
     job = manifest(KUBERNETES)
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
-    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == (
-        "ray.io/v1",
-        "RayJob",
-        "rlcore-my-run-1",
-    )
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert re.fullmatch("rlcore-me-my-run-1-[0-9a-f]{6}", job["metadata"]["name"])
     again = ["resume=auto", "takeover_after_s=60"]
     assert shlex.split(spec["entrypoint"]) == ["rlcore", "train", *WORDS, *again]
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and cluster["authOptions"] == {
@@ -90,6 +96,42 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
     }
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert "nvidia.com/gpu" not in head["resources"]["limits"]
+
+
+FOLDERS = ["/data/run", "/data/a/run", "/data/Run", f"/data/{'long' * 20}", "/data/ü"]
+
+
+def test_a_job_is_of_one_user_and_one_folder(monkeypatch):
+    names = set()
+    for who in ("me", "A. B@c", "me2", "x" * 60):
+        monkeypatch.setenv("LOGNAME", who)
+        names |= {job_name(folder) for folder in FOLDERS}
+        assert job_name(FOLDERS[0]) == job_name(FOLDERS[0])
+    assert len(names) == 4 * len(FOLDERS)
+    assert all(re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", n) and len(n) <= 47 for n in names)
+
+
+def test_a_user_without_a_name_has_a_number(monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert job_name("/data/run").startswith(f"rlcore-{os.getuid()}-run-")
+
+
+def test_the_head_names_ray_s_ports_with_any_other():
+    """KubeRay's service has only the ports that the container names, if it names one."""
+    for spec in (KUBERNETES, with_metrics_port(KUBERNETES, 9464)):
+        cluster = manifest(spec)["spec"]["rayClusterSpec"]
+        head, *workers = (
+            group["template"]["spec"]["containers"][0].get("ports", [])
+            for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+        )
+        found = {port["name"]: port["containerPort"] for port in head}
+        own = {"rlcore": 9464} if spec is not KUBERNETES else {}
+        assert found == HEAD_PORTS | own
+        assert all(
+            ports == [{"name": n, "containerPort": p} for n, p in own.items()] for ports in workers
+        )
 
 
 def test_the_head_and_the_learner_have_amounts_of_their_own():
@@ -131,7 +173,7 @@ def test_what_a_pod_is_given_is_merged_into_every_pod(kuberay):
         assert template["metadata"] == POD_OF_ITS_OWN["metadata"]
         (container,) = template["spec"]["containers"]
         assert container["image"] == "rlcore:cuda"  # what was there stays
-        assert container["ports"] == [{"name": "rlcore", "containerPort": 9464}]
+        assert container["ports"][-1] == {"name": "rlcore", "containerPort": 9464}
         assert container["resources"]["limits"].keys() >= {"rdma/hca", "memory"}
         assert [t["key"] for t in template["spec"]["tolerations"]] == ["nvidia.com/gpu", "team"]
         shm = template["spec"]["volumes"][1]
@@ -251,7 +293,10 @@ def test_the_teams_overlay_is_what_the_settings_in_its_comments_give():
     jsonschema.validate(job, DEFINITIONS["1.7.0"])
     program, verb, *words = shlex.split(job["spec"]["entrypoint"])
     assert (program, verb) == ("rlcore", "train")
-    assert job == manifest(settings, "/data/fp8-on-four-nodes", words)
+    del job["metadata"]["name"]  # which the team chooses
+    expected = manifest(settings, "/data/fp8-on-four-nodes", words)
+    del expected["metadata"]["name"]
+    assert job == expected
     config = load([word for word in words if not word.startswith(("resume=", "takeover_after_s="))])
     assert config.run_dir == "/data/fp8-on-four-nodes"
     assert config.cluster.launch.learner_nodes == settings.learner_nodes
