@@ -16,7 +16,6 @@ PREPARE = (
 MOE = PREPARE.replace("{model}", "{moe}")
 REPLAY = "learner.router_replay=true "
 
-# ruff: noqa: E501
 FORECASTS = [
     (PLAN, "gpu=NAME", "gpu=h100 shape=qwen3-1.7b"),
     (PLAN, "rates=FILE", "rates={rates}"),
@@ -28,14 +27,26 @@ FORECASTS = [
     (GPU + "actors=1,x", "actors=1,2,4", "actors=1,2,4"),
     (GPU + "median_tokens=-1", "positive number", "median_tokens=1"),
     (GPU + "task=[digits,arithmetic]", "Plan each task by itself", "task=digits"),
-    (GPU + "actor.bf16.rounding=int3 learner.round_as=bf16", "round_as=null", "learner.round_as=null"),
-    (GPU + "actor.bf16.rounding=int3 learner.round_as=bf16", "rates=FILE", "-gpu= -shape= rates={rates}"),
+    (
+        GPU + "actor.bf16.rounding=int3 learner.round_as=bf16",
+        "round_as=null",
+        "learner.round_as=null",
+    ),
+    (
+        GPU + "actor.bf16.rounding=int3 learner.round_as=bf16",
+        "rates=FILE",
+        "-gpu= -shape= rates={rates}",
+    ),
     (GPU + "bitwise=true schedule=on_policy", "bitwise=false", "bitwise=false"),
     (GPU + "bitwise=true schedule=on_policy", "rates=FILE", "-gpu= -shape= rates={rates}"),
     (GPU + "teacher=engine teacher.path={model}", "set 1", "teacher.engine.num_gpus=1"),
     (GPU + "gpus=8 teacher=policy", "leave gpus= out", "-gpus="),
     (GPU + "actor.bf16.speculate={path:x}", "without it", "-actor.bf16.speculate"),
-    (GPU + "actor.bf16.kv_on_update=keep", "kv_on_update=recompute", "actor.bf16.kv_on_update=recompute"),
+    (
+        GPU + "actor.bf16.kv_on_update=keep",
+        "kv_on_update=recompute",
+        "actor.bf16.kv_on_update=recompute",
+    ),
     (GPU + "turns=2", "add environment=NAME", "environment=python"),
     (GPU + "gpus=8 actors=1", "takes none of", "-actors="),
     (PLAN + "gpus=8", "needs gpu=NAME", "gpu=h100 shape=qwen3-1.7b"),
@@ -43,76 +54,149 @@ FORECASTS = [
     (GPU + "variants=fp8", "needs gpus=N", "gpus=8"),
     (GPU + "gpus=8 failures=-1", "positive numbers", "failures=1"),
     (GPU + "gpus=8 actor=[bf16,fp8]", "variants=", "actor=bf16 variants=fp8"),
-    (GPU + "actors=1,2 actor=[bf16,fp8]", "give actor.<label>.count", "-actors= actor.bf16.count=2"),
-    (GPU + "gpus=8 actor=draft actor.draft.draft_path={model}", "variants=draft:SHAPE",
-     "actor=bf16 -actor.draft variants=draft:qwen3-1.7b"),
-    (GPU + "actor=draft actor.draft.draft_path={model}", "rates=FILE", "-gpu= -shape= rates={rates}"),
-    (PLAN + "rates={rates} critic=model algorithm=ppo", "measure a run that has the same", "rates={critic_rates}"),
+    (
+        GPU + "actors=1,2 actor=[bf16,fp8]",
+        "give actor.<label>.count",
+        "-actors= actor.bf16.count=2",
+    ),
+    (
+        GPU + "gpus=8 actor=draft actor.draft.draft_path={model}",
+        "variants=draft:SHAPE",
+        "actor=bf16 -actor.draft variants=draft:qwen3-1.7b",
+    ),
+    (
+        GPU + "actor=draft actor.draft.draft_path={model}",
+        "rates=FILE",
+        "-gpu= -shape= rates={rates}",
+    ),
+    (
+        PLAN + "rates={rates} critic=model algorithm=ppo",
+        "measure a run that has the same",
+        "rates={critic_rates}",
+    ),
     (TOOLS + "rates={rates}", "add them", "rates={turn_rates}"),
     (PLAN + "rates={turn_rates}", "Give rates of a run without one", "rates={rates}"),
     (TOOLS + "gpu=h100 shape=qwen3-1.7b turns=9", "1 to environment.max_turns=3", "turns=3"),
-    ("plan experiment=diffusion run_dir=unused gpu=h100 shape=qwen3-1.7b", "a causal model",
-     "experiment=quickstart"),
-]  # fmt: skip
+    (
+        "plan experiment=diffusion run_dir=unused gpu=h100 shape=qwen3-1.7b",
+        "a causal model",
+        "experiment=quickstart",
+    ),
+]
 
 PREPARED = [
     (PREPARE + "learner.expert_parallel=2 learner.ranks=2", "use 1", "learner.expert_parallel=1"),
     (PREPARE + REPLAY, "learner.router_replay=false", "learner.router_replay=false"),
     (MOE + REPLAY + "actor.bf16.tensor_parallel=2", "use 1", "actor.bf16.tensor_parallel=1"),
-    (MOE + REPLAY + "actor.bf16.num_gpus=1 learner=gpu actor.bf16.second_runner=false",
-     "leave them null", "actor.bf16.second_runner=null"),
-    (MOE + REPLAY + "actor.bf16.num_gpus=1 learner=gpu actor.bf16.prefix_caching=false",
-     "prefix_caching=true", "actor.bf16.prefix_caching=true"),
+    (
+        MOE + REPLAY + "actor.bf16.num_gpus=1 learner=gpu actor.bf16.second_runner=false",
+        "leave them null",
+        "actor.bf16.second_runner=null",
+    ),
+    (
+        MOE + REPLAY + "actor.bf16.num_gpus=1 learner=gpu actor.bf16.prefix_caching=false",
+        "prefix_caching=true",
+        "actor.bf16.prefix_caching=true",
+    ),
     (MOE + "learner.lora={}", "set learner.lora=null", "learner.lora=null"),
     (MOE + "critic=model algorithm=ppo", "choose a dense model", "model.path={model}"),
     (MOE + "actor=fp8", "choose actor=bf16", "actor=bf16"),
     (MOE + "actor.bf16.num_gpus=1 learner=gpu", "num_gpus=0", "actor.bf16.num_gpus=0"),
     (MOE + "actor.bf16.num_gpus=1 learner=gpu", "choose a dense model", "model.path={model}"),
     (PREPARE.replace("{model}", "{odd_moe}"), "choose a dense model", "model.path={model}"),
-    (PREPARE + "actor=draft actor.draft.draft_path={moe}", "choose a dense model",
-     "actor.draft.draft_path={model}"),
-    (PREPARE + "actor=draft actor.draft.draft_path={masked}", "choose a causal model",
-     "actor.draft.draft_path={model}"),
-    (PREPARE.replace("{model}", "{masked}"), "set model.diffusion={} and actor.*.engine=diffusion",
-     "model.diffusion={} actor.bf16.engine=diffusion"),
-    (PREPARE + "actor=draft actor.draft.draft_path={wide}", "the policy's tokenizer",
-     "actor.draft.draft_path={model}"),
-    ("prepare run_dir=x experiment=draft_frozen actor.draft.draft_fresh.vocab_size=40",
-     "give both models the same", "actor.draft.draft_fresh.vocab_size=64"),
-    (PREPARE.replace("{model}", "{latent}") + "cluster.transport=nccl cluster.full_weights_every=8"
-     " actor.bf16.num_gpus=1 learner=gpu", "use full_weights_every=1",
-     "cluster.full_weights_every=1"),
-    (PREPARE.replace("{model}", "{latent}") + "cluster.transport=nccl cluster.full_weights_every=8"
-     " actor.bf16.num_gpus=1 learner=gpu", "cluster.transport=object_store",
-     "cluster.transport=object_store"),
-    ("prepare run_dir=x experiment=quickstart task.difficulty={}", "task.difficulty.problems=N",
-     "task.difficulty.problems=20"),
-    (PREPARE + "task=gsm8k task.args.train_path=null task.args.heldout_path={rows}",
-     "with task.args.train_path", "task.args.train_path={rows}"),
-    (PREPARE + "task=gsm8k task.args.train_path={rows}", "with task.args.heldout_path",
-     "task.args.heldout_path={rows}"),
-    (PREPARE + "task=gsm8k task.args.train_path={rows}",
-     "evaluation.every=0 evaluation.at_start=false", "evaluation.every=0 evaluation.at_start=false"),
-    (PREPARE + "task=digits task.overlong_rows=skip", "use refuse or truncate_left",
-     "task.overlong_rows=refuse"),
-    ("prepare run_dir=x model.max_len=64 rollout.max_new_tokens=32 task=gsm8k"
-     " task.args.train_path={rows} task.args.heldout_path={rows}", "set model.path",
-     "model=path model.path={model}"),
-]  # fmt: skip
+    (
+        PREPARE + "actor=draft actor.draft.draft_path={moe}",
+        "choose a dense model",
+        "actor.draft.draft_path={model}",
+    ),
+    (
+        PREPARE + "actor=draft actor.draft.draft_path={masked}",
+        "choose a causal model",
+        "actor.draft.draft_path={model}",
+    ),
+    (
+        PREPARE.replace("{model}", "{masked}"),
+        "set model.diffusion={} and actor.*.engine=diffusion",
+        "model.diffusion={} actor.bf16.engine=diffusion",
+    ),
+    (
+        PREPARE + "actor=draft actor.draft.draft_path={wide}",
+        "the policy's tokenizer",
+        "actor.draft.draft_path={model}",
+    ),
+    (
+        "prepare run_dir=x experiment=draft_frozen actor.draft.draft_fresh.vocab_size=40",
+        "give both models the same",
+        "actor.draft.draft_fresh.vocab_size=64",
+    ),
+    (
+        PREPARE.replace("{model}", "{latent}")
+        + "cluster.transport=nccl cluster.full_weights_every=8"
+        " actor.bf16.num_gpus=1 learner=gpu",
+        "use full_weights_every=1",
+        "cluster.full_weights_every=1",
+    ),
+    (
+        PREPARE.replace("{model}", "{latent}")
+        + "cluster.transport=nccl cluster.full_weights_every=8"
+        " actor.bf16.num_gpus=1 learner=gpu",
+        "cluster.transport=object_store",
+        "cluster.transport=object_store",
+    ),
+    (
+        "prepare run_dir=x experiment=quickstart task.difficulty={}",
+        "task.difficulty.problems=N",
+        "task.difficulty.problems=20",
+    ),
+    (
+        PREPARE + "task=gsm8k task.args.train_path=null task.args.heldout_path={rows}",
+        "with task.args.train_path",
+        "task.args.train_path={rows}",
+    ),
+    (
+        PREPARE + "task=gsm8k task.args.train_path={rows}",
+        "with task.args.heldout_path",
+        "task.args.heldout_path={rows}",
+    ),
+    (
+        PREPARE + "task=gsm8k task.args.train_path={rows}",
+        "evaluation.every=0 evaluation.at_start=false",
+        "evaluation.every=0 evaluation.at_start=false",
+    ),
+    (
+        PREPARE + "task=digits task.overlong_rows=skip",
+        "use refuse or truncate_left",
+        "task.overlong_rows=refuse",
+    ),
+    (
+        "prepare run_dir=x model.max_len=64 rollout.max_new_tokens=32 task=gsm8k"
+        " task.args.train_path={rows} task.args.heldout_path={rows}",
+        "set model.path",
+        "model=path model.path={model}",
+    ),
+]
 
 OTHERS = [
     ("scale run_dir={run}", "actor.bf16.count=2", "actor.bf16.count=2"),
     ("compare {run} {run} {run2} {run3}", "takes two runs", "-{run3}"),
     ("sweep experiment=quickstart seed=0,1 dry_run=true", "run_dir= is missing", "run_dir=s"),
     ("sweep experiment=quickstart run_dir=s seed=0 dry_run=true", "seed=0,1,2", "seed=0,1,2"),
-    ("sweep experiment=quickstart run_dir=s seed=0,0 dry_run=true", "leave one of the values out", "seed=0,1"),
+    (
+        "sweep experiment=quickstart run_dir=s seed=0,0 dry_run=true",
+        "leave one of the values out",
+        "seed=0,1",
+    ),
     ("try experiment=quickstart n=0", "1 to", "n=1"),
     ("try experiment=quickstart say=x", "add environment=NAME", "environment=python"),
-    ("try experiment=tools_quickstart say=x url=http://127.0.0.1:1/v1", "give one of them", "-url="),
+    (
+        "try experiment=tools_quickstart say=x url=http://127.0.0.1:1/v1",
+        "give one of them",
+        "-url=",
+    ),
     ("try experiment=tools_quickstart served=x", "add url=URL", "url=http://127.0.0.1:1/v1"),
     ("prepare-run run_dir={run} experiment=quickstart", "choose another folder", "run_dir=new"),
     ("prepare-run run_dir={run} experiment=quickstart", "resume=auto", "resume=auto"),
-]  # fmt: skip
+]
 
 USER = "what to give is the user's: a file, a folder, a package"
 FACT = "it says what the folder or the answer of another lacks, and names no change"
