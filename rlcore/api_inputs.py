@@ -85,8 +85,8 @@ def _pickled(reward: Callable[..., Any], folder: Path) -> Path:
     try:
         inspect.signature(reward)
         module = inspect.getmodule(reward)
-        file = str(getattr(module, "__file__", None) or "site-packages")
-        if module is not None and module.__name__ != "__main__" and "site-packages" not in file:
+        at = str(getattr(module, "__file__", None) or "site-packages")
+        if module is not None and module.__name__ != "__main__" and "site-packages" not in at:
             cloudpickle.register_pickle_by_value(module)
         content = cloudpickle.dumps(reward)
     except Exception as error:  # of any kind: it is the user's own object

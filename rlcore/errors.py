@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
     """One sentence naming the config key, the value and what would be accepted. The exit code is
     2."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, parts: tuple[str, ...] = ()) -> None:
+        """`parts`: the sentences of a message that holds several."""
         super().__init__(message)
+        self.parts = parts or (message,)
 
     @classmethod
     def choice(cls, key: str, value: object, choices: Iterable[object], why: str = "") -> UserError:
@@ -19,6 +24,30 @@ class UserError(Exception):
         return cls(
             f"{key}={value!s} is not accepted{': ' + why if why else ''}; choose one of: {listed}."
         )
+
+
+class Faults:
+    """User errors of checks that do not need each other, so that a user sees all at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """The result of a check, or None after its UserError, which is kept."""
+        try:
+            return check()
+        except UserError as error:
+            self._found += [part for part in error.parts if part not in self._found]
+            return None
+
+    def end(self) -> None:
+        """Raise UserError with all that were found, if there are any."""
+        if len(self._found) == 1:
+            raise UserError(self._found[0])
+        if self._found:
+            listed = "".join(f"\n  {i}. {text}" for i, text in enumerate(self._found, 1))
+            message = f"{len(self._found)} faults, each to be mended:{listed}"
+            raise UserError(message, tuple(self._found))
 
 
 class DeadlineExceeded(RuntimeError):

@@ -3,7 +3,6 @@ that would start."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,13 +20,14 @@ from rlcore.commands.memory import (
 )
 from rlcore.commands.node_places import check_idle, placed
 from rlcore.commands.plan import expected
-from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
+from rlcore.commands.preflight import Prepared, check_writable, prepare, refuse_another_run
 from rlcore.commands.warm_up import kept_at, kept_model
 from rlcore.config.compose import check_resume
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
 from rlcore.config.unread import unread
 from rlcore.environments.renderers import conversation_form
+from rlcore.errors import Faults
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
@@ -63,29 +63,23 @@ def check(config: RunConfig) -> tuple[RunConfig, Prepared, str]:
     """The configuration as the model can take it, what was prepared, and where the run begins,
     after all checks that need no process. Raises UserError."""
     config = derived.with_stated_threads(config)
+    faults = Faults()
     if config.model.path is not None:  # before other checks of a model that is too large
-        check_memory(config, None)
-    prepared = prepare(config)
-    refuse_another_run(config)
-    _check_writable("run_dir", config.run_dir)
+        faults.of(lambda: check_memory(config, None))
+    found = faults.of(lambda: prepare(config))
+    faults.of(lambda: refuse_another_run(config))
+    faults.of(lambda: check_writable("run_dir", config.run_dir))
     if config.model.path is None and kept_model(config) is None:
-        _check_writable("model.warmup.cache_dir", str(kept_at(config).parent))
+        faults.of(lambda: check_writable("model.warmup.cache_dir", str(kept_at(config).parent)))
+    faults.end()
+    assert found is not None
+    prepared = found
     start = _start(config, prepared)
     config = prepared.config
     if config.model.path is None:
         check_memory(config, prepared.tokenizer)
     _check_places(config, prepared)
     return config, prepared, start
-
-
-def _check_writable(key: str, value: str) -> None:
-    """Check the nearest existing folder, since a dry run creates none."""
-    folder = Path(value)
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    refuse(
-        not existing.is_dir() or not os.access(existing, os.W_OK),
-        f"{key}={folder} cannot be written: {existing} is no folder that this user may write to.",
-    )
 
 
 def _start(config: RunConfig, prepared: Prepared) -> str:

@@ -387,8 +387,20 @@ def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
     check_replay(config, policy)
     check_experts(config, policy)
     check_patches(config, policy)
+    _check_logit_cap(path, policy)
     check_length(policy, config.model.max_len, whose=f"model.path={path}")
     return policy
+
+
+def _check_logit_cap(path: str, policy: Mapping[str, Any]) -> None:
+    """Refuse a model whose attention caps its logits, as Gemma 2's does; the learner would."""
+    cap = policy.get("attn_logit_softcapping")
+    refuse(
+        bool(cap),
+        f"model.path={path} is not supported: its attention caps its logits "
+        f"(attn_logit_softcapping={cap}), which no learner.attention computes; choose another "
+        "model.",
+    )
 
 
 def _draft(

@@ -3,6 +3,7 @@ tokenizer, run directory. Errors that can be found early are raised here, in one
 
 from __future__ import annotations
 
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.corrections.shadow import build_shadows, refuse_further_needs
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.environments.renderers import check_template, lost_roles
-from rlcore.errors import UserError
+from rlcore.errors import Faults, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import (
     Difficulty,
@@ -146,13 +147,19 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     """
     # First: what it imports may be what the later checks need.
     load_own(config)
-    _build_own(config)
+    faults = Faults()
+    faults.of(lambda: _build_own(config))
     if evaluates:  # a command that neither trains by rewards nor evaluates has no graders
-        check_rewards(config)
-    tasks = make_tasks(config)
+        faults.of(lambda: check_rewards(config))
+    made = faults.of(lambda: make_tasks(config))
+    if made is None and config.model.path is not None:  # the model does not need the tasks
+        faults.of(lambda: check_models(config, tokenizer_of(config, {})))
+    size = None if made is None else faults.of(lambda: _model_of(config, made))
+    faults.end()
+    assert made is not None and size is not None
+    tasks, (tokenizer, vocabulary) = made, size
     alphabet = _alphabet(tasks)
-    tokenizer = tokenizer_of(config, tasks)
-    config = within_vocabulary(config, check_models(config, tokenizer), note)
+    config = within_vocabulary(config, vocabulary, note)
     for label in config.tasks:
         split_stops(tokenizer, config.rollout_of(label).stop)
     train = training_sources(config, tasks, tokenizer)
@@ -186,6 +193,12 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         alphabet,
         tuple(_remarks(config, {**train, **heldout}, tokenizer)),
     )
+
+
+def _model_of(config: RunConfig, tasks: Mapping[str, Task]) -> tuple[Any, int]:
+    """The tokenizer, and the size of the model's vocabulary."""
+    tokenizer = tokenizer_of(config, tasks)
+    return tokenizer, check_models(config, tokenizer)
 
 
 def _remarks(
@@ -222,7 +235,8 @@ def _build_own(config: RunConfig) -> None:
         key, name = config.advantage_of(label)
         make_advantage(config.algorithm.model_copy(update={"advantage": name}), key)
     for name in config.logging.sinks:
-        own_sink(name)
+        if hasattr(sink := own_sink(name), "_require"):  # a function of the user's has none
+            sink._require()
     wandb_mode(config.logging)
 
 
@@ -312,6 +326,21 @@ def open_run_dir(config: RunConfig, command: str) -> Owner:
         owner.release()
         raise UserError(f"run_dir={run_dir} cannot be written: {e.strerror}.") from e
     return owner
+
+
+def check_writable(key: str, value: str) -> None:
+    """Refuse a folder that cannot be made or written to, by a folder in the nearest that exists,
+    which is removed at once: permissions alone do not tell of root, of a full or read-only disk."""
+    folder = Path(value)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlcore-", dir=existing):
+            return
+    except OSError as error:
+        raise UserError(
+            f"{key}={folder} cannot be written: {existing} is no folder that this user may write "
+            f"to ({error.strerror})."
+        ) from error
 
 
 def refuse_another_run(config: RunConfig) -> None:

@@ -21,7 +21,14 @@ from rlcore.commands.about import kernel_news, limit_facts, note_in_about, run_k
 from rlcore.commands.collapsed import go_back, slowed
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
-from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, prepare
+from rlcore.commands.preflight import (
+    Prepared,
+    ask_lean_servers,
+    check_writable,
+    open_run_dir,
+    prepare,
+    refuse_another_run,
+)
 from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.warm_up import starting_model, with_drafts
@@ -32,6 +39,7 @@ from rlcore.config.unread import unread
 from rlcore.errors import (
     Collapsed,
     DeadlineExceeded,
+    Faults,
     OwnershipLost,
     RoleLost,
     StageError,
@@ -185,7 +193,13 @@ def train(
     started. `stop`: requests to end the run that come from elsewhere than signals."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
     config = derived.with_stated_threads(config)
-    prepared = prepare(config)
+    faults = Faults()
+    found = faults.of(lambda: prepare(config))
+    faults.of(lambda: refuse_another_run(config))
+    faults.of(lambda: check_writable("run_dir", config.run_dir))
+    faults.end()
+    assert found is not None
+    prepared = found
     ask_lean_servers(prepared.config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
     with open_run_dir(config, "rlcore train") as owner, _errors_name_the_log(owner):

@@ -42,6 +42,10 @@ class Sink(ABC):
     in_folder = True  # writes files of the run directory that each command on it writes
     retried = True  # after a failure; False: it is over for this command
 
+    @classmethod
+    def _require(cls) -> None:
+        """Raise UserError for a package that is missing, before a run starts."""
+
     def log(self, row: Row) -> None:
         """One learner step."""
 

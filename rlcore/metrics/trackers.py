@@ -4,6 +4,7 @@ packages is needed by rlcore; each sink is an entry of `logging.sinks`."""
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ def _package(module: str, name: str) -> Any:
         ) from error
 
 
+def _installed(name: str) -> None:
+    """Raise UserError for a tracker that is not installed, without importing it."""
+    try:
+        importlib.metadata.version(name)  # not find_spec: a run folder has such folders, too
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"logging.sinks={name} needs the package {name}, which is not installed: "
+            f"pip install {name}, or leave it out."
+        ) from error
+
+
 def _numbers(row: Row) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if value is not None}
 
@@ -32,6 +44,10 @@ class TensorboardSink(Sink):
     """Scalars into RUN_DIR/tensorboard; `tensorboard --logdir runs` shows them."""
 
     title = "TensorBoard (logging.sinks)"
+
+    @classmethod
+    def _require(cls) -> None:
+        _installed("tensorboard")
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         _package("tensorboard", "tensorboard")
@@ -52,6 +68,10 @@ class MlflowSink(Sink):
 
     title = "MLflow (logging.sinks)"
     in_folder = False
+
+    @classmethod
+    def _require(cls) -> None:
+        _installed("mlflow")
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         self._mlflow = _package("mlflow", "mlflow")
@@ -78,6 +98,10 @@ class TrackioSink(Sink):
 
     title = "Trackio (logging.sinks)"
     in_folder = False
+
+    @classmethod
+    def _require(cls) -> None:
+        _installed("trackio")
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         self._trackio = _package("trackio", "trackio")
