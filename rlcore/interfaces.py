@@ -315,10 +315,17 @@ class Corrected:
 
     def rows(self, chosen: torch.Tensor) -> Corrected:
         """The same of some of the sequences, as `StepTensors.rows` takes them."""
-        optional = {"kinds": self.kinds, "score": self.score, "widen": self.widen}
-        optional["centre"] = self.centre
-        cut = {name: None if v is None else v[chosen] for name, v in optional.items()}
-        return Corrected(self.weight[chosen], self.mask[chosen], {}, **cut)
+        optional = (self.kinds, self.score, self.widen, self.centre)
+        kinds, score, widen, centre = (None if v is None else v[chosen] for v in optional)
+        return Corrected(
+            self.weight[chosen],
+            self.mask[chosen],
+            {},
+            kinds=kinds,
+            score=score,
+            widen=widen,
+            centre=centre,
+        )
 
 
 class Correction(ABC):

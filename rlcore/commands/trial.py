@@ -82,7 +82,7 @@ def _sampled(
     on_gpu = torch.cuda.is_available()
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, min(cores(), int(os.environ.get("OMP_NUM_THREADS", "64")))))
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(config.model.path),
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         local_files_only=True,

@@ -27,7 +27,8 @@ def cut_out(found: Translation, path: str, target: Path) -> Translation:
     listed = graders if isinstance(graders, list) else [graders]
     named = [str(g) for g in listed if g is not None]
     inside = [g.removeprefix(f"{path}:") for g in named if g.startswith(f"{path}:")]
-    text, missing = "", []
+    text = ""
+    missing: list[str] = []
     if inside:
         text, missing = source_of(Path(path).read_text(encoding="utf-8"), inside)
     missing += [g for g in named if not _there(g)]

@@ -175,8 +175,8 @@ def load_causal_lm(
             f"{attention}: {said}; choose another model."
         ) from e
     _refuse_odd_head(path, lm)
-    config: Any = lm.config
-    if cap := getattr(config.get_text_config(), "attn_logit_softcapping", None):
+    loaded: Any = lm.config
+    if cap := getattr(loaded.get_text_config(), "attn_logit_softcapping", None):
         raise UserError(
             f"model.path={path} is not supported: its attention caps its logits "
             f"(attn_logit_softcapping={cap:g}), which no learner.attention computes; choose "
