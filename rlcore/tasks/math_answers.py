@@ -412,6 +412,8 @@ def read(text: str) -> Reading:
 
 
 def _tree(cleaned: str) -> Node | None:
+    if not _balanced(cleaned):  # the words below have no braces
+        return None
     plain = _plain(cleaned)
     if plain in NOTHING:
         return Node("set", ())

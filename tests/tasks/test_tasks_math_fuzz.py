@@ -178,6 +178,15 @@ def test_no_mutant_of_a_sample_of_answers_is_right():
     assert tried > 300 and wrong == []
 
 
+@pytest.mark.parametrize("reference", [r"\text{no solution}", r"\text{A5}_{11}", r"\text{seven}"])
+def test_words_whose_braces_do_not_match_are_wrong(reference):
+    braces = [m.start() for m in re.finditer("[{}]", reference)]
+    made = [without(reference, at) for at in braces]
+    made += [reference[:at] + "{" + reference[at:] for at in range(len(reference))]
+    assert not [text for text in made if equivalent(reference, (text,))]
+    assert equivalent(reference, (reference,))
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_no_mutant_of_any_answer_is_right():
