@@ -37,22 +37,29 @@ _CELLS = SIZE * SIZE
 # ----- of the head pass -----
 
 
-def places_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry in 0..15 and the sign (1 or -1, float32) that stand for each row, by a hash of it
-    (count sketch); the first 16 keep an entry each. rows [...] int64, not negative."""
+def _hashed(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """An entry in 0..15 and a sign of each row, by a hash of it."""
     bits = rows + 1
     for factor in (0x45D9F3B, 0x119DE1F3):
         bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
     bits = bits ^ (bits >> 16)
+    return bits % SIZE, (1 - 2 * ((bits >> 8) & 1)).float()
+
+
+def places_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry in 0..15 and the sign (1 or -1, float32) that stand for each row, by a hash of it
+    (count sketch); the first 16 keep an entry each. rows [...] int64, not negative."""
+    place, sign = _hashed(rows)
     first = rows < SIZE
-    sign = torch.where(first, 0, (bits >> 8) & 1)
-    return torch.where(first, rows, bits % SIZE), (1 - 2 * sign).float()
+    return torch.where(first, rows, place), torch.where(first, 1.0, sign)
 
 
 @lru_cache(maxsize=16)
-def _places(count: int, device: torch.device) -> Tensor:
-    """[count, 16] float32: `places_of` as the rows of a matrix."""
-    place, sign = places_of(torch.arange(count))
+def _places(count: int, device: torch.device, *, states: bool = False) -> Tensor:
+    """[count, 16] float32: one entry of each row is 1 or -1, by `places_of`. `states`: all rows by
+    the hash where there are more than 16."""
+    rows = torch.arange(count)
+    place, sign = _hashed(rows) if states and count > SIZE else places_of(rows)
     return torch.zeros(count, SIZE).scatter_(1, place[:, None], sign[:, None]).to(device)
 
 
@@ -63,7 +70,7 @@ def last_layer_sketch(hidden: Tensor, weights: Tensor, total: Tensor, targets: T
     e_x - p is about that of their gradients of the output layer. hidden [n, D]; p [n, V] is
     `weights / total`, weights float32; targets [n].
     """
-    states = hidden.float() @ _places(hidden.shape[1], hidden.device)
+    states = hidden.float() @ _places(hidden.shape[1], hidden.device, states=True)
     places = _places(weights.shape[1], weights.device)
     return torch.cat([states, places[targets] - (weights @ places) / total], 1)
 
