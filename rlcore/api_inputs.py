@@ -24,7 +24,7 @@ reward = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What `rlcore.train` is given besides words."""
+    """Arguments of `rlcore.train` besides words."""
 
     model: str | Path | None
     data: Any  # a path, rows, or a DataFrame

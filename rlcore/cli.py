@@ -380,12 +380,12 @@ def config_of(given: Given) -> RunConfig:
 def _of_three_words(given: Given) -> Given:
     """The words with model=, data= and reward= as the settings that they stand for, and, of a new
     run, with those that are chosen besides, which are printed with their reasons."""
-    from rlcore.config.three_words import named
+    from rlcore.config.groups import three_words
 
     if given.verb.key("data") is None:
         return given
     config_dir = given.text("config_dir")
-    words = named(given.settings, given.own, config_dir)
+    words = three_words(given.settings, given.own, config_dir)
     if words is None:
         return given
     by_user = [w for w in given.settings if w in words]

@@ -10,9 +10,8 @@ from timing import wait_for_end
 
 from rlcore.commands.sweep import jobs
 from rlcore.config.compose import load
-from rlcore.config.groups import setting_names
+from rlcore.config.groups import setting_names, three_words
 from rlcore.config.help_settings import of_verb
-from rlcore.config.three_words import named
 from rlcore.config.verbs import VERBS, parse
 
 # docs/evidence/ holds results, as benchmarks/results does
@@ -116,7 +115,7 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
             assert len(jobs(given.settings)) > 1
         elif given.verb.settings and (given.settings or given.verb.name != "doctor"):
             own = [] if given.setting("run_dir") else ["run_dir=DIR"]
-            settings = named(given.settings, given.own, None) or given.settings
+            settings = three_words(given.settings, given.own, None) or given.settings
             assert load([*settings, *own]).schedule.steps > 0, words
 
 

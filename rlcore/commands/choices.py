@@ -1,4 +1,4 @@
-"""What a run of three words is given besides: settings that follow from the model, the machine, the
+"""Choices of a run of three words: settings that follow from the model, the machine, the
 rows and 32 trial answers, each with its reason. Words of the user go before all of them."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What choices follow from."""
+    """The facts that choices follow from."""
 
     parameters: int
     gpus: int

@@ -14,7 +14,7 @@ from typing import Any
 from rlcore.commands.node_places import check_idle, placed
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError, UserError
-from rlcore.launch import jobs, rayjobs, render
+from rlcore.launch import jobs, render
 from rlcore.launch import launch as start
 from rlcore.launch.job import job_name, with_metrics_port
 from rlcore.launch.specs import ELSEWHERE
@@ -46,7 +46,7 @@ def launch(config: RunConfig, words: Sequence[str], *, dry_run: bool) -> int:
     for line in lines:
         print(f"rlcore launch: {line}", file=sys.stderr)
     if spec.kind == "kubernetes" and not dry_run and shutil.which("kubectl"):
-        rayjobs.make_room(spec.namespace, job_name(run_dir), run_dir)
+        jobs.make_room(spec.namespace, job_name(run_dir), run_dir)
     return start(spec, words, run_dir, dry_run=dry_run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from rlcore.config.names import check_registered
 from rlcore.config.sentences import closest, is_text, keys, one_line
 from rlcore.errors import UserError
-from rlcore.files import shipped
+from rlcore.files import HUB_NAME, shipped
 
 SHIPPED = shipped("configs")
 # Groups whose files each fill a key of their own, so that several can be chosen.
@@ -329,3 +329,54 @@ def _require_tasks(chosen: list[Any], shown: str) -> None:
                 f"task={shown} names {option} twice: give the second a label of its own, "
                 f"'+task.LABEL={{name: {option}, args: {{...}}}}'."
             )
+
+
+# ----- rlcore train model=M data=D reward=R -----
+
+DATA, REWARD = "data", "reward"
+
+
+def three_words(
+    words: Sequence[str], own: Mapping[str, str], config_dir: str | None
+) -> list[str] | None:
+    """The words with these three in place of what they stand for, or None where none is given.
+
+    `words`: settings of a run; `own`: data= and reward=. A reward is FILE.py:FUNCTION,
+    MODULE:FUNCTION, or a shipped task that grades rows, such as gsm8k. Raises UserError.
+    """
+    options = groups(config_dir)
+    model = _model(words, options["model"])
+    if model is None and DATA not in own and REWARD not in own:
+        return None
+    given = {word.partition("=")[0] for word in words}
+    found = [] if model is None else ["model=path", f"model.path={model}"]
+    reward = own.get(REWARD)
+    if reward is not None and reward in options["task"]:
+        found.append(f"task={reward}")
+    elif reward is not None or DATA in own:
+        found += [] if "task" in given else ["task=file"]
+        found += [] if reward is None else [f"task.args.grader={_function(reward)}"]
+    if DATA in own:
+        found.append(f"task.args.train_path={own[DATA]}")
+    return [*found, *(word for word in words if word != f"model={model}")]
+
+
+def _model(words: Sequence[str], options: Mapping[str, Path]) -> str | None:
+    """The value of model= if it is a folder or a name of the hub, and no option."""
+    values = [word.partition("=")[2] for word in words if word.startswith("model=")]
+    value = values[-1] if values else None
+    if value is None or value in options:
+        return None
+    if os.path.isdir(value) or "/" in value or HUB_NAME.fullmatch(value):
+        return value
+    return None
+
+
+def _function(reward: str) -> str:
+    file, colon, name = reward.rpartition(":")
+    if not colon or not file or not name:
+        raise UserError(
+            f"reward={reward} is not accepted: give FILE.py:FUNCTION, MODULE:FUNCTION, or a task "
+            "that grades rows, such as gsm8k or math."
+        )
+    return reward

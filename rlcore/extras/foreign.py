@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -16,7 +16,7 @@ from rlcore.extras.foreign_harmless import harmless
 from rlcore.extras.foreign_keys import ACTOR, ENTRIES, SKY_LOSS, Source
 from rlcore.extras.foreign_meanings import COVERED, NEUTRAL, REASONS, SWITCHES
 from rlcore.extras.foreign_rewards import cut_out
-from rlcore.extras.foreign_translator import Left, Translator, plain
+from rlcore.extras.foreign_translator import Left, Translation, Translator, plain
 
 MUST_ACT = 3  # exit code: a setting that matters was not translated
 
@@ -42,17 +42,6 @@ TOGETHER = (
 UNKNOWN = (
     "not known here: look for it with `rlcore help WORD`, or leave it out if it changes nothing"
 )
-
-
-class Translation(NamedTuple):
-    """Our keys with their values, the options of groups, and the rest: settings that do not change
-    what is learned, and settings that the user must act on."""
-
-    values: dict[str, Any]
-    options: dict[str, Any]  # group -> option
-    harmless: list[Left]
-    left: list[Left]
-    covered: list[Left]  # so here, too, or in what another key says
 
 
 def translate(source: Source, given: Given) -> Translation:

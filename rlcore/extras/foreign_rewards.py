@@ -8,12 +8,8 @@ import builtins
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlcore.extras.foreign_translator import Left
-
-if TYPE_CHECKING:
-    from rlcore.extras.foreign import Translation
+from rlcore.extras.foreign_translator import Left, Translation
 
 _KEY = "task.args.grader"
 

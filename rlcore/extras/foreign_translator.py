@@ -17,6 +17,17 @@ class Left(NamedTuple):
     reason: str
 
 
+class Translation(NamedTuple):
+    """Our keys with their values, the options of groups, and the rest: settings that do not change
+    what is learned, and settings that the user must act on."""
+
+    values: dict[str, Any]
+    options: dict[str, Any]  # group -> option
+    harmless: list[Left]
+    left: list[Left]
+    covered: list[Left]  # so here, too, or in what another key says
+
+
 class Translator:
     def __init__(self, source: Source, given: Given) -> None:
         self.source = source

@@ -1,4 +1,5 @@
-"""The jobs of a run folder that Slurm was given, kept in `launch/jobs.jsonl`."""
+"""The jobs of a run folder: what Slurm was given, kept in `launch/jobs.jsonl`, and the RayJob that
+Kubernetes has of it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ LOG = re.compile(r"(.*)/launch/slurm-\d+\.out")
 ENDED = "ENDED"  # of a job that Slurm has forgotten
 _ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 OVER = (*_ENDS, "PREEMPTED", "TIMEOUT", ENDED)
-ANSWER_S = 60.0  # deadline of a question to Slurm
+ANSWER_S = 60.0  # deadline of a question to Slurm or Kubernetes
+RAY_JOB_ENDED = ("Complete", "Failed", "ValidationFailed")  # KubeRay's JobDeploymentStatus
+DELETED_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +107,32 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise StageError(f"{command[0]} did not answer within {ANSWER_S:g} s") from error
+
+
+def make_room(namespace: str, name: str, run_dir: str) -> None:
+    """Delete the folder's RayJob if it has ended, since applying it again would start nothing.
+
+    Raises UserError if it waits or runs, StageError if kubectl gives no answer.
+    """
+    where = ["rayjob", name, f"--namespace={namespace}"]
+    shown = _kubectl(["get", *where, "--ignore-not-found", "--output=json"], ANSWER_S)
+    if not shown.strip():
+        return
+    state = json.loads(shown).get("status", {}).get("jobDeploymentStatus", "") or "New"
+    refuse(
+        state not in RAY_JOB_ENDED,
+        f"run_dir={run_dir} has RayJob {name} already ({state}): wait for it, end it with "
+        f"`kubectl delete {' '.join(where)}`, or choose another folder.",
+    )
+    _kubectl(["delete", *where, f"--timeout={DELETED_S:g}s"], DELETED_S + ANSWER_S)
+
+
+def _kubectl(words: list[str], limit_s: float) -> str:
+    try:
+        done = subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise StageError(f"kubectl {words[0]} did not answer within {limit_s:g} s") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise StageError(f"kubectl {words[0]}: {said[-1] if said else done.returncode}")
+    return done.stdout

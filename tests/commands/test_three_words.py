@@ -11,7 +11,7 @@ from rlcore.commands.choices import Facts, choices, completed
 from rlcore.commands.memory import folder_parameters, stored_bytes
 from rlcore.commands.trial import Tried
 from rlcore.config.compose import load
-from rlcore.config.three_words import named
+from rlcore.config.groups import three_words
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -59,7 +59,7 @@ def chosen(*, gpus=0, **changed):
 
 def test_three_words_are_a_model_rows_and_a_reward():
     own = {"data": "rows.jsonl", "reward": "graders.py:grade"}
-    assert named(["model=model", "seed=1"], own, None) == [
+    assert three_words(["model=model", "seed=1"], own, None) == [
         "model=path",
         "model.path=model",
         "task=file",
@@ -67,14 +67,14 @@ def test_three_words_are_a_model_rows_and_a_reward():
         "task.args.train_path=rows.jsonl",
         "seed=1",
     ]
-    assert named(["model=tiny", "seed=1"], {}, None) is None
-    shipped = named(["model=OWNER/NAME"], {"data": "d.jsonl", "reward": "gsm8k"}, None)
+    assert three_words(["model=tiny", "seed=1"], {}, None) is None
+    shipped = three_words(["model=OWNER/NAME"], {"data": "d.jsonl", "reward": "gsm8k"}, None)
     assert "task=gsm8k" in shipped and "model.path=OWNER/NAME" in shipped
 
 
 def test_a_reward_that_is_neither_is_refused():
     with pytest.raises(UserError, match=r"reward=grade is not accepted: give FILE.py:FUNCTION"):
-        named([], {"data": "rows.jsonl", "reward": "grade"}, None)
+        three_words([], {"data": "rows.jsonl", "reward": "grade"}, None)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_rates_are_those_of_pretrained_models(parameters, gpus, rate):
 @pytest.mark.parametrize("parameters", [10**7, 135 * 10**6])
 def test_what_is_chosen_is_accepted_by_the_checks_of_a_run(gpus, parameters):
     words = [f"{k}={v}" for k, v in chosen(gpus=gpus, parameters=parameters).items()]
-    base = named(["model=model"], {"data": "rows.jsonl", "reward": "graders.py:grade"}, None)
+    base = three_words(["model=model"], {"data": "rows.jsonl", "reward": "graders.py:grade"}, None)
     config = load([*words, *base, "run_dir=r"])
     assert (
         config.actor["bf16"].count + config.learner.num_gpus
@@ -140,7 +140,7 @@ def test_ten_lines_say_what_was_chosen_and_a_word_of_the_user_goes_before(capsys
 
 
 def test_a_group_of_the_user_is_left_whole():
-    base = named(["model=model"], {"data": "rows.jsonl", "reward": "graders.py:grade"}, None)
+    base = three_words(["model=model"], {"data": "rows.jsonl", "reward": "graders.py:grade"}, None)
     words, _ = completed([*base, "learner=lora"], ["learner=lora"], None, "r", trial=False)
     assert load(words, run_dir="r").learner.lr == 1e-3  # that of configs/learner/lora.yaml
 
