@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlcore.corrections.step_bound import AGES, Drift, StepBound, drift_accumulate, drift_values
 
@@ -144,6 +146,34 @@ def test_a_plant_stays_below_twice_the_bound_and_goes_on(lag, older):
     assert max(plant.kls[60 + depth :]) < 1.0
     plant.run(40 + depth, 1e-4 * first)
     assert plant.scales[-1] == 1.0
+
+
+@given(
+    lag=st.integers(1, 16),
+    older=st.integers(0, 6),
+    gains=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=3),
+    rate=st.sampled_from([1e-6, 1e-3, 1.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_plant_is_stuck_at_0_and_each_is_left_alone_in_the_end(lag, older, gains, rate):
+    """`gains`: of stretches of the run, in what whole steps may have at most."""
+    plant, depth = Plant(StepBound(0.5), lag, older=older, rate=rate), lag + older + 1
+    most = 0.5 / (depth * rate) ** 2
+    for gain in gains:
+        plant.run(3 * depth, gain * most)
+    for start in range(len(plant.scales) - 2 * depth):
+        assert max(plant.scales[start : start + 2 * depth]) > 0, start
+    # kappa falls by a fifth a step: sixty steps are a factor of 6e5
+    plant.run(60 + depth, 1e-3 * most)
+    assert set(plant.scales[-depth:]) == {1.0}
+
+
+def test_a_gain_that_falls_tenfold_gives_whole_steps_back_within_twenty():
+    for lag in (1, 2, 4, 8):
+        most = 0.5 / ((lag + 1) * 1e-3) ** 2
+        plant = Plant(StepBound(0.5), lag).run(40, 5 * most)
+        assert plant.scales[-1] < 0.5
+        assert plant.run(20, 0.5 * most).scales[-1] == 1.0, lag
 
 
 def test_steps_are_whole_where_the_samples_agree():

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from learner_helpers import make_groups, make_job, make_place
 
+from rlcore.corrections.specs import CORRECTIONS, Stratum
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence, of_episode
 from rlcore.learner.state_files import open_state
+from rlcore.registry import load_object
 from rlcore.types import POLICY, Group
 
 LAG = 2
@@ -35,10 +37,13 @@ def own_weights(learner: LearnerRank) -> dict[str, np.ndarray]:
 
 
 class Late:
-    """A learner whose batches were sampled LAG versions before."""
+    """A learner whose batches were sampled `lag` versions before. `apart`: standard deviation of
+    the log ratios of every second group's actors, which are called sparse; 0: there are none."""
 
-    def __init__(self, learner: LearnerRank, place: tuple[int, int], lag: int = LAG) -> None:
-        self.learner, self.lag = learner, lag
+    def __init__(
+        self, learner: LearnerRank, place: tuple[int, int], lag: int = LAG, *, apart: float = 0.0
+    ) -> None:
+        self.learner, self.lag, self.apart = learner, lag, apart
         self.share = slice(place[0], None, place[1])
         self.queue: list[list[Group]] = []
 
@@ -49,6 +54,8 @@ class Late:
             first = step + len(self.queue)
             for number in range(first, step + self.lag + 1):
                 self.queue.append(sampled(self.learner, number, step))
+                if self.apart:
+                    _move_apart(self.queue[-1], self.apart, number)
             self.learner.begin_phase([self.queue.pop(0)[self.share]])
             took = self.learner.traced_step(step)[0] if traced else self.learner.train_step(step)
             rows.append(took)
@@ -58,10 +65,8 @@ class Late:
 def resumed(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
     """Six late steps whose rate is far too high; from the checkpoint after the third the same, and
     the fourth by a replay."""
-    settings = {"lr": 2e-2, "step_bound": 0.5}
-    late = Late(
-        LearnerRank(make_job(model, **settings), make_place(rank, world, port)), (rank, world)
-    )
+    job = make_job(model, lr=2e-2, step_bound=0.5)
+    late = Late(LearnerRank(job, make_place(rank, world, port)), (rank, world))
     rows = late.run(range(3))
     late.learner.save(folder)
     again = Late(late.learner, (rank, world))
@@ -88,14 +93,37 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
 
-def fresh(rank: int, world: int, port: int, model: str) -> list[Any]:
-    """Rows and weights of four steps on fresh samples, with the bound and without it."""
+def unbounded(rank: int, world: int, port: int, model: str, lag: int, lr: float) -> list[Any]:
+    """Rows and weights of 40 steps, with the bound and without it."""
     found = []
     for bound in (0.5, None):
-        job = make_job(model, lr=2e-2, step_bound=bound)
-        late = Late(LearnerRank(job, make_place(rank, world, port)), (rank, world), lag=0)
-        found.append((late.run(range(4)), own_weights(late.learner)))
+        job = make_job(model, lr=lr, step_bound=bound)
+        late = Late(LearnerRank(job, make_place(rank, world, port)), (rank, world), lag=lag)
+        found.append((late.run(range(40)), own_weights(late.learner)))
     return found
+
+
+def noisy(rank: int, world: int, port: int, model: str) -> dict[int, list[dict[str, float]]]:
+    """By lag: rows of ten steps, half of whose groups are of actors that sample from another
+    policy, as sparse attention and drafts do."""
+    strata = tuple(
+        Stratum((kind,), {"tis": load_object(CORRECTIONS["tis"])()}) for kind in ("bf16", "sparse")
+    )
+    found = {}
+    for lag in (0, LAG):
+        job = make_job(model, corrections={"tis": {}}, lr=1e-2, step_bound=0.5)
+        learner = LearnerRank(replace(job, strata=strata), make_place(rank, world, port))
+        late = Late(learner, (rank, world), lag=lag, apart=0.32)
+        found[lag] = late.run(range(10))
+    return found
+
+
+def _move_apart(groups: list[Group], apart: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for part in (p for g in groups[::2] for e in g.episodes for p in e.parts):
+        part.actor_id, part.actor_kind = "sparse-0", "sparse"
+        noise = apart * rng.standard_normal(len(part.logp_inf))
+        part.logp_inf = (part.logp_inf + noise).astype(np.float32)
 
 
 def held(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, dict[str, Any]]:

@@ -78,8 +78,28 @@ def test_an_engine_without_a_rate_is_refused_while_there_is_a_bound(monkeypatch)
         build.build_parts(make_job("nowhere"), make_place(0, 1, 1))
 
 
-def test_fresh_samples_are_trained_on_as_without_a_bound(model):
-    (rows, weights), (free, others) = on_ranks(1, jobs.fresh, model)[0]
-    assert [row["step_bound/scale"] for row in rows] == [1.0] * 4
+@pytest.mark.parametrize(("lag", "lr"), [(0, 2e-2), (jobs.LAG, 1e-5)], ids=["fresh", "near"])
+def test_where_it_does_not_act_a_run_is_equal_to_the_bit(model, lag, lr):
+    """40 steps: on fresh samples at any rate, on late ones while they agree with the policy."""
+    (rows, weights), (free, others) = on_ranks(1, jobs.unbounded, model, lag, lr)[0]
+    assert [row["step_bound/scale"] for row in rows] == [1.0] * 40
+    assert (max(row["step_bound/answer_kl"] for row in rows) > 0) == (lag > 0)
     assert [row["lr"] for row in rows] == [row["lr"] for row in free]
     assert jobs.same(weights, others)
+
+
+def test_a_kind_of_actors_that_is_far_by_itself_has_a_floor(model):
+    """Of 6 nats an answer or less: it shortens nothing on fresh samples, and D of late ones is
+    what the steps did, as of exact actors."""
+    found = on_ranks(1, jobs.noisy, model)[0]
+    for row in found[0]:
+        assert row["step_bound/scale"] == 1.0 and row["step_bound/answer_kl"] == 0
+        assert 0.02 < row["step_bound/floor@sparse"] < 0.1
+        assert row["step_bound/floor@bf16"] < 1e-4
+    late = found[jobs.LAG]
+    assert min(row["step_bound/scale"] for row in late) < 0.9
+    exact, far = (
+        sum(row[f"step_bound/answer_kl@{kind}"] for row in late[jobs.LAG :])
+        for kind in ("bf16", "sparse")
+    )
+    assert 0.5 * exact < far < 2 * exact
