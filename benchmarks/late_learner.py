@@ -139,10 +139,11 @@ def learner(
     steps: int,
     seed: int,
     *,
+    lag: int = 0,
     corrections: Mapping[str, Mapping[str, Any]] | None = None,
     objective: ObjectiveSpec | None = None,
 ) -> LearnerRank:
-    """The one rank of a learner, in this process."""
+    """The one rank of a learner, in this process, of a run whose samples are `lag` steps old."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -155,6 +156,7 @@ def learner(
         total_steps=steps,
         run_seed=seed,
         pad_id=0,
+        in_flight=lag,
     )
     rank = LearnerRank(job, RankPlace(0, 1, "127.0.0.1", port, timeout_s=600))
     rank.engine.policy.lm.config.use_cache = True

@@ -204,6 +204,7 @@ def run(cell: Cell, model: Path) -> Line:
         spec,
         STEPS,
         cell.seed,
+        lag=cell.age,
         corrections={name: {} for name in arm.corrections},
         objective=ObjectiveSpec(**arm.objective),
     )

@@ -374,6 +374,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
+        in_flight=config.schedule.max_staleness,
         threads=derived.stated_threads(config),
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
@@ -437,6 +438,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
+        in_flight=config.schedule.max_staleness,
         threads=derived.stated_threads(config),
         frozen_path=model_path,
     )

@@ -115,16 +115,27 @@ class StepBound:
     Each step calls `scale`, then `took`. Every rank computes the same of the same sums.
     """
 
-    def __init__(self, bound: float | None = 0.5, kinds: Sequence[str] = ("",)) -> None:
+    def __init__(
+        self, bound: float | None = 0.5, kinds: Sequence[str] = ("",), *, first: float | None = None
+    ) -> None:
         """`bound`: D in nats an answer; None: D is measured, and no step is shortened. `kinds`:
-        labels of `Drift`'s kinds; "" for actors that are not told apart."""
+        labels of `Drift`'s kinds; "" for actors that are not told apart. `first`: the largest rate
+        of steps of whose like no batch can show anything yet, None: any; where `steps` may be in
+        flight, a rate over `steps + 1`."""
         self.bound, self.kinds = bound, tuple(kinds)
+        self._first = first
         self.kappa = 0.0  # nats per squared summed learning rate
         self._lengths: dict[int, float] = {}  # by the version that a step began from
         self._floors: dict[str, tuple[float, float]] = {}  # KL and tokens of a kind's fresh ones
 
     def scale(
-        self, version: int, rate: float, drift: Drift, *, since: int | None = None
+        self,
+        version: int,
+        rate: float,
+        drift: Drift,
+        *,
+        since: int | None = None,
+        first: float | None = None,
     ) -> tuple[float, dict[str, float]]:
         """The factor in [0, 1] of the step that begins from `version`, and metrics without their
         group. 0: the step is not to be taken; 1.0 to the bit where no step was ever in flight.
@@ -140,7 +151,9 @@ class StepBound:
         if self.bound is None:
             return 1.0, metrics
         found = 1.0
-        if self.kappa > 0.0 and rate > 0.0:
+        if self._first is not None and rate > self._first and not self._stepped(version - later):
+            found = self._first / rate
+        elif self.kappa > 0.0 and rate > 0.0:
             whole = sqrt(self.bound / self.kappa)
             steps = sqrt(drift.mean([(age + later + 1.0) ** 2 for age in range(AGES)])) or 1.0
             found = min(1.0, max(0.0, min(whole / steps, whole - moved)) / rate)
@@ -188,6 +201,10 @@ class StepBound:
         for v in range(version - 1, version - ages, -1):
             way.append(way[-1] + (self._lengths.get(v, rate) if v >= 0 else 0.0))
         return way
+
+    def _stepped(self, version: int) -> bool:
+        """True if a step before `version` has moved the policy."""
+        return any(length and v < version for v, length in self._lengths.items())
 
     def took(self, version: int, length: float) -> None:
         """Note the learning rate that the step from `version` really had; 0: it was not taken."""

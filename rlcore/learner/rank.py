@@ -152,7 +152,9 @@ class LearnerRank(RankState):
             task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
         }
         follows = job.objective.ratio_to == "p_inf"
-        self._bounded = BoundedSteps(job.learner.step_bound, job.kinds, follows=follows)
+        first = job.learner.lr / (job.in_flight + 1) if job.in_flight else None
+        bound = job.learner.step_bound
+        self._bounded = BoundedSteps(bound, job.kinds, follows=follows, first=first)
         self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
         self._taken = 0  # steps of the phase
         self._steps = 0  # that it has in all

@@ -32,11 +32,19 @@ class Bounded(NamedTuple):
 class BoundedSteps:
     """`StepBound` over the batches of a run. Collective: every rank has the same state."""
 
-    def __init__(self, bound: float | None, kinds: Sequence[str], *, follows: bool) -> None:
+    def __init__(
+        self,
+        bound: float | None,
+        kinds: Sequence[str],
+        *,
+        follows: bool,
+        first: float | None = None,
+    ) -> None:
         """`bound`: learner.step_bound. `kinds`: labels of the run's actors, where they are of
-        several kinds. `follows`: p_ref is the policy as each step begins, not as its phase does."""
+        several kinds. `follows`: p_ref is the policy as each step begins, not as its phase does.
+        `first`: the largest rate before a batch can show what a step did; None: any."""
         self._labels = (*kinds, OTHER) if kinds else ("",)
-        self._rule = StepBound(bound, self._labels)
+        self._rule = StepBound(bound, self._labels, first=first)
         self._follows = follows
         self._since = 0  # version of p_ref
         self._last = 0.0  # learning rate of the last step

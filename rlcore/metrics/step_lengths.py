@@ -102,7 +102,7 @@ class ShortSteps:
             return None
         self._rows.append(row)
         if self._first is None:
-            if scale >= SHORT:
+            if scale >= SHORT or not row.get("step_bound/kappa"):  # a first step shows nothing yet
                 return None
             self._first = step
             return self._begins(row, scale)

@@ -209,6 +209,27 @@ def test_a_phase_measures_to_its_start_and_counts_steps_to_now():
     assert row["moved"] == pytest.approx(3e-3)
 
 
+def test_the_first_steps_of_a_late_run_are_short_until_a_batch_can_show_one():
+    """Of version 0 there are lag + 1 batches, and nothing is known of the first step's way."""
+    for lag in (1, 4, 8):
+        plant = Plant(StepBound(0.5, first=1e-3 / (lag + 1)), lag).run(60, 100 / 1e-6)
+        assert plant.scales[0] == pytest.approx(1 / (lag + 1))
+        free = Plant(StepBound(0.5), lag).run(60, 100 / 1e-6)
+        assert max(plant.kls) < max(free.kls) / lag**2 * 1.1
+    near = Plant(StepBound(0.5, first=1e-3 / 5), 4).run(20, 1e3)
+    assert near.scales == pytest.approx([0.2, *[1.0] * 19])
+    warming = StepBound(0.5, first=2e-4)
+    assert warming.scale(0, 1e-4, batch((0, 0, 10, 0.0)))[0] == 1.0  # a warm-up is short enough
+
+
+def test_a_first_phase_is_short_in_all_its_steps():
+    rule = StepBound(0.5, first=2e-4)
+    for step in range(4):
+        assert rule.scale(step, 1e-3, batch((0, 0, 10, 0.0)), since=0)[0] == pytest.approx(0.2)
+        rule.took(step, 2e-4)
+    assert rule.scale(4, 1e-3, batch((0, 0, 10, 0.0)))[0] == 1.0  # fresh, after steps
+
+
 def test_nothing_is_scaled_where_no_rate_is_wanted():
     rule = StepBound(0.5)
     rule.took(0, 1e-3)

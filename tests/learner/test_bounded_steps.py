@@ -49,7 +49,8 @@ def test_a_held_step_leaves_weights_and_moments_and_only_counts(model, tmp_path)
 def test_a_resumed_learner_takes_the_same_steps(model, tmp_path):
     for out in on_ranks(2, jobs.resumed, model, str(tmp_path / "state")):
         scales = [row["step_bound/scale"] for row in out["rows"]]
-        assert scales[0] == 1.0 and min(scales) < 0.5 and max(scales[3:]) < 1.0
+        # the first is one of three in flight, of which nothing can be known yet
+        assert scales[0] == pytest.approx(1 / 3) and min(scales) < 0.5 and max(scales[3:]) < 1.0
         for row, again in zip(out["rows"][3:], out["again"], strict=True):
             assert untimed(row) == untimed(again)
             assert row["lr"] == 2e-2 * row["step_bound/scale"]

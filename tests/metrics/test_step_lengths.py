@@ -105,6 +105,9 @@ def test_short_steps_are_told_once_and_then_by_their_share():
     said = {row["step"]: text for row in found if (text := told.add(row))}
     first = min(row["step"] for row in found if row["step_bound/scale"] < 0.5)
     assert list(said) == [first, first + EVERY, first + 2 * EVERY]
+    # before there is a measure no setting follows from a short step
+    bare = {"step": 1, "step_bound/scale": 0.2, "step_bound/kappa": 0.0, "step_bound/bound": 0.5}
+    assert ShortSteps(Course(staleness_bound=4, lr=1e-4)).add(bare) is None
     rate = step_lengths(found).rate(4)
     assert f"learner.lr={rate:g}" in said[first] and "learner.step_bound=0.5" in said[first]
     assert "max_staleness" not in said[first]  # no late samples at all would fit this rate
