@@ -210,7 +210,7 @@ def test_a_phase_measures_to_its_start_and_counts_steps_to_now():
 
 
 def test_the_first_steps_of_a_late_run_are_short_until_a_batch_can_show_one():
-    """Of version 0 there are lag + 1 batches, and nothing is known of the first step's way."""
+    """The first lag + 1 batches are all of version 0, and none shows what the first step does."""
     for lag in (1, 4, 8):
         plant = Plant(StepBound(0.5, first=1e-3 / (lag + 1)), lag).run(60, 100 / 1e-6)
         assert plant.scales[0] == pytest.approx(1 / (lag + 1))

@@ -90,8 +90,8 @@ def test_where_it_does_not_act_a_run_is_equal_to_the_bit(model, lag, lr):
 
 
 def test_a_kind_of_actors_that_is_far_by_itself_has_a_floor(model):
-    """Of 6 nats an answer or less: it shortens nothing on fresh samples, and D of late ones is
-    what the steps did, as of exact actors."""
+    """Such actors shorten no step on fresh samples, and D of their late ones is about that of exact
+    actors: what the steps did."""
     found = on_ranks(1, jobs.noisy, model)[0]
     for row in found[0]:
         assert row["step_bound/scale"] == 1.0 and row["step_bound/answer_kl"] == 0
