@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
-
-# Read by the graders, which are processes of their own.
-_LOADER = '''"""Written by rlcore.train: loads the callable that it was given as the reward."""
-
-from pathlib import Path
-
-import cloudpickle
-
-reward = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
-'''
+from rlcore.registry import load_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class Inputs:
         if isinstance(self.reward, str):
             found.append(f"reward={self.reward}")
         elif self.reward is not None:
-            found.append(f"reward={_pickled(self.reward, folder)}:reward")
+            found.append(f"reward={_source_file(self.reward, folder)}")
         return found
 
 
@@ -78,24 +70,52 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r}")
 
 
-def _pickled(reward: Callable[..., Any], folder: Path) -> Path:
-    """A file that loads the callable, by value if it is of a notebook or script."""
-    import cloudpickle
-
+def _source_file(reward: Callable[..., Any], folder: Path) -> str:
+    """ "file.py:name" with the source of a function and what it uses, for the graders to import;
+    nothing is pickled. Raises UserError for a callable without such a source."""
+    name = getattr(reward, "__qualname__", "")
+    if not inspect.isfunction(reward) or not name.isidentifier() or reward.__code__.co_freevars:
+        raise UserError(
+            f"reward={name or reward!r} cannot be sent to the graders: give a function that is "
+            "defined with def outside of other functions and classes, or FILE.py:FUNCTION."
+        )
     try:
-        inspect.signature(reward)
-        module = inspect.getmodule(reward)
-        at = str(getattr(module, "__file__", None) or "site-packages")
-        if module is not None and module.__name__ != "__main__" and "site-packages" not in at:
-            cloudpickle.register_pickle_by_value(module)
-        content = cloudpickle.dumps(reward)
-    except Exception as error:  # of any kind: it is the user's own object
-        raise UserError(f"reward={reward!r} cannot be sent to the graders: {error}.") from error
+        file = Path(inspect.getsourcefile(reward) or "")
+        if file.is_file():
+            text, _ = load_object("rlcore.extras.foreign_rewards:source_of")(
+                file.read_text(encoding="utf-8"), [name]
+            )
+        else:  # of a notebook
+            text = "\n\n".join(_sources(reward, set()))
+    except (OSError, TypeError) as error:
+        raise UserError(
+            f"reward={name} has no source that can be read ({error}): give FILE.py:FUNCTION."
+        ) from error
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "reward.pkl").write_bytes(content)
-    file = folder / "reward.py"
-    file.write_text(_LOADER, encoding="utf-8")
-    return file
+    target = folder / "reward.py"
+    target.write_text(text, encoding="utf-8")
+    return f"{target}:{name}"
+
+
+def _sources(function: Callable[..., Any], done: set[str]) -> Iterator[str]:
+    """The source of a function, after what it uses of its module: modules, functions and classes,
+    constants."""
+    for name in inspect.unwrap(function).__code__.co_names if inspect.isfunction(function) else ():
+        found = function.__globals__.get(name)
+        if found is None or name in done:
+            continue
+        done.add(name)
+        if inspect.ismodule(found):
+            yield f"import {found.__name__} as {name}"
+        elif inspect.isfunction(found) and found.__module__ == function.__module__:
+            yield from _sources(found, done)
+        elif inspect.isclass(found) and found.__module__ == function.__module__:
+            yield textwrap.dedent(inspect.getsource(found))
+        elif getattr(found, "__module__", None) and hasattr(found, "__name__"):
+            yield f"from {found.__module__} import {found.__name__} as {name}"
+        else:
+            yield f"{name} = {found!r}"
+    yield textwrap.dedent(inspect.getsource(function))
 
 
 def as_words(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:

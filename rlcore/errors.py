@@ -37,7 +37,9 @@ class Faults:
         try:
             return check()
         except UserError as error:
-            self._found += [part for part in error.parts if part not in self._found]
+            # of one key and value the first fault counts: others follow from it
+            known = {text.split(" ")[0] for text in self._found}
+            self._found += [part for part in error.parts if part.split(" ")[0] not in known]
             return None
 
     def end(self) -> None:

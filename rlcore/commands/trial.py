@@ -86,10 +86,11 @@ def _sampled(
         str(config.model.path),
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         local_files_only=True,
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=False,
     )
     device = torch.device("cuda" if on_gpu else "cpu")
-    model = model.to(device).eval()
+    model.to(str(device))
+    model.eval()
     pad = padding(tokenizer)
     asked = [
         encode_prompt(tokenizer, item.messages or item.question, config.model) for item in items

@@ -180,11 +180,37 @@ def test_a_share_that_leaves_nothing_is_refused(share, said):
         make_task("file", args)
 
 
-def test_rows_callables_and_settings_of_python_become_words(tmp_path):
-    def short(item, response):
-        return float(len(response) < bound)
+BOUND = 4
 
-    bound = 4
+
+def below(text):
+    return len(text) < BOUND
+
+
+def short(item, response):
+    return float(below(response))
+
+
+def test_a_function_of_a_notebook_takes_what_it_uses_along(tmp_path):
+    import linecache
+
+    text = "import math as m\nK = 2\n\ndef half(x):\n    return m.floor(x / K)\n\n"
+    text += "def score(item, response):\n    return float(half(len(response)))\n"
+    space = {"__name__": "__main__"}
+    exec(compile(text, "<cell 1>", "exec"), space)
+    linecache.cache["<cell 1>"] = (len(text), None, text.splitlines(True), "<cell 1>")
+    (word,) = Inputs(None, None, space["score"]).words(tmp_path / "run")
+    task = make_task("file", {"train_path": "rows.jsonl", "grader": word.partition("=")[2]})
+    assert task.grade(task.item("train", 0), "12345").reward == 2.0
+
+
+@pytest.mark.parametrize("reward", [lambda item, response: 1.0, short.__call__])
+def test_a_callable_without_a_source_of_its_own_is_refused(reward, tmp_path):
+    with pytest.raises(UserError, match="cannot be sent to the graders: give a function"):
+        Inputs(None, None, reward).words(tmp_path / "run")
+
+
+def test_rows_callables_and_settings_of_python_become_words(tmp_path):
     rows = [{"question": "1+1=", "answer": "2"}, {"question": "2+1=", "answer": "3"}]
     words = Inputs("model", rows, short).words(tmp_path / "run")
     files = dict(word.split("=", 1) for word in words)
