@@ -129,13 +129,7 @@ class StepBound:
         self._floors: dict[str, tuple[float, float]] = {}  # KL and tokens of a kind's fresh ones
 
     def scale(
-        self,
-        version: int,
-        rate: float,
-        drift: Drift,
-        *,
-        since: int | None = None,
-        first: float | None = None,
+        self, version: int, rate: float, drift: Drift, *, since: int | None = None
     ) -> tuple[float, dict[str, float]]:
         """The factor in [0, 1] of the step that begins from `version`, and metrics without their
         group. 0: the step is not to be taken; 1.0 to the bit where no step was ever in flight.
