@@ -1,4 +1,5 @@
-"""Reads dumps row by row: JSONL, Parquet, and files of torch.save that hold no pickled code."""
+"""Reads dumps row by row: JSONL and Parquet. Files of torch.save are refused, since to read one is
+to unpickle it."""
 
 from __future__ import annotations
 
@@ -108,9 +109,13 @@ def _sources(sources: Any) -> Iterator[tuple[str, Numbered]]:
         return
     for path in map(Path, paths):
         if not path.is_file():
-            raise UserError(f"{path} is no file: give dumps in JSONL, Parquet or .pt.")
-        reader = {".parquet": _parquet, ".pt": _torch_file}.get(path.suffix, _jsonl)
-        yield str(path), reader(path)
+            raise UserError(f"{path} is no file: give dumps in JSONL or Parquet.")
+        if path.suffix in (".pt", ".pth", ".pkl", ".pickle"):
+            raise UserError(
+                f"{path} is a pickle, which may run code as it is read: have the trainer's own "
+                "process write its columns (rlcore.dumps.rows.write; docs/diagnose.md)."
+            )
+        yield str(path), (_parquet if path.suffix == ".parquet" else _jsonl)(path)
 
 
 def _jsonl(path: Path) -> Numbered:
@@ -145,21 +150,3 @@ def _parquet(path: Path) -> Numbered:
                     yield number, fields
     except (OSError, ValueError) as e:  # pyarrow's errors are ValueErrors
         raise UserError(f"{path} is no readable Parquet file: {str(e).splitlines()[0]}") from e
-
-
-def _torch_file(path: Path) -> Numbered:
-    """Tensors, lists and numbers alone are read: what else a pickle would execute is refused."""
-    import pickle
-
-    import torch
-
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
-        raise UserError(
-            f"{path} holds more than tensors, lists and numbers, and objects are not unpickled: "
-            "write rows in the trainer's process (docs/diagnose.md)."
-        ) from e
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds {type(found).__name__} and not a dict of columns.")
-    yield 1, found

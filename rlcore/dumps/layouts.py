@@ -6,7 +6,7 @@ it, or with the call that does (`dumps.rows.write`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Layout:
 
     name: str
     fields: tuple[str, ...]  # all are there
-    rows: Callable[[Fields], Iterator[Fields] | list[Fields]]
+    rows: Callable[[Fields], list[Fields]]
 
 
 def _renamed(names: Mapping[str, str]) -> Callable[[Fields], list[Fields]]:
@@ -52,29 +52,6 @@ def _nemo(fields: Fields) -> list[Fields]:
         "token_ids": "token_ids",
     }
     return _renamed(names)(fields)
-
-
-def _slime(fields: Fields) -> Iterator[Fields]:
-    """A file of --save-debug-train-data of slime and miles: lists over answers."""
-    data = fields["rollout_data"]
-    names = {
-        "rollout_log_probs": "logp_inf",
-        "log_probs": "logp_ref",
-        "loss_masks": "mask",
-        "advantages": "advantages",
-        "rewards": "reward",
-    }
-    missing = [name for name in ("rollout_log_probs", "log_probs") if data.get(name) is None]
-    if missing:
-        raise UserError(
-            f"the dump of slime or miles holds no {' and no '.join(missing)}: run it with "
-            "--use-rollout-logprobs off and --use-tis or --get-mismatch-metrics on."
-        )
-    count = len(data["log_probs"])
-    for i in range(count):
-        row = {ours: data[theirs][i] for theirs, ours in names.items() if theirs in data}
-        row["ref_version"] = fields.get("rollout_id")
-        yield {k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()}
 
 
 VERL = {
@@ -108,7 +85,6 @@ SKYRL = {
 LAYOUTS = (
     Layout("rlcore's schema", REQUIRED, lambda fields: [fields]),
     Layout("NeMo-RL", ("generation_logprobs", "prev_logprobs"), _nemo),
-    Layout("slime or miles", ("rollout_data", "rollout_id"), _slime),
     Layout("verl", ("rollout_log_probs", "old_log_probs"), _renamed(VERL)),
     Layout("TRL", ("sampling_per_token_logps", "old_per_token_logps"), _renamed(TRL)),
     Layout("OpenRLHF", ("rollout_log_probs", "action_log_probs"), _renamed(OPENRLHF)),
@@ -129,11 +105,6 @@ LACKING = (
     (
         ("generation_logprobs", "rewards"),
         "NeMo-RL's without prev_logprobs, the learner's log-probs: use a version that writes them",
-    ),
-    (
-        ("samples", "rollout_id"),
-        "slime's or miles' --save-debug-rollout-data, which holds the actor's log-probs alone: "
-        "use --save-debug-train-data",
     ),
 )
 

@@ -204,13 +204,14 @@ def _whole(name: str, value: Any) -> int | None:
 def write(path: str | Path, **columns: Any) -> int:
     """Append the answers of a batch to a JSONL file, from inside any trainer. Returns how many.
 
-    Columns are those of the schema, each a tensor or list [B, T], [B, T, k] or [B]; a column that
-    is None is left out. Padding is where `mask` is 0. Raises UserError for unequal batches.
+    Columns are those of the schema, each a tensor or list [B, T], [B, T, k] or [B], or a list of B
+    tensors of any lengths; a column that is None is left out. Padding is where `mask` is 0. Raises
+    UserError for unequal batches.
 
         write("rows.jsonl", logp_inf=inf, logp_ref=ref, mask=mask, advantages=advantages)
     """
     lists = {
-        name: value.tolist() if hasattr(value, "tolist") else list(value)
+        name: [entry.tolist() if hasattr(entry, "tolist") else entry for entry in value]
         for name, value in columns.items()
         if value is not None
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import resource
 import subprocess
 import sys
@@ -193,31 +192,13 @@ def test_peers_layouts_are_read(tmp_path):
         counts = Read()
         (found,) = read(tmp_path / "a.jsonl", counts)
         assert (counts.layouts, found.logp_inf, found.logp_ref) == ([name], inf, ref)
-    data = {
-        "rollout_log_probs": [torch.tensor(inf), torch.tensor(inf)],
-        "log_probs": [torch.tensor(ref), torch.tensor(ref)],
-        "loss_masks": [torch.tensor([1, 1, 1]), torch.tensor([0, 0, 0])],
-    }
-    torch.save({"rollout_id": 3, "rank": 0, "rollout_data": data}, tmp_path / "a.pt")
-    counts = Read()
-    (found,) = read(tmp_path / "a.pt", counts)
-    assert counts.layouts == ["slime or miles"] and found.ref_version == 3
-    assert found.logp_ref == pytest.approx(ref) and sum(counts.left_out.values()) == 1
 
 
-class Trap:
-    def __reduce__(self):
-        return (open, (str(Trap.path), "w"))
-
-
-def test_a_pickle_is_never_executed(tmp_path):
-    Trap.path = tmp_path / "canary"
-    (tmp_path / "a.pt").write_bytes(pickle.dumps({"rollout_id": Trap()}))
-    torch.save({"rollout_id": Trap(), "rollout_data": {}}, tmp_path / "b.pt")
-    for name in ("a.pt", "b.pt"):
-        with pytest.raises(UserError, match="objects are not unpickled"):
-            list(read(tmp_path / name, Read()))
-    assert not Trap.path.exists()
+@pytest.mark.parametrize("name", ["a.pt", "a.pkl"])
+def test_a_pickle_is_not_read(name, tmp_path):
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(UserError, match="is a pickle, which may run code as it is read"):
+        diagnose(tmp_path / name)
 
 
 def test_parquet_and_written_rows_are_read(tmp_path):
@@ -230,8 +211,9 @@ def test_parquet_and_written_rows_are_read(tmp_path):
     assert by_parquet.figures == by_list.figures
     tensor = torch.tensor([RIGHT["logp_inf"]])
     assert write(tmp_path / "w.jsonl", logp_inf=tensor, logp_ref=tensor, mask=None) == 1
-    assert write(tmp_path / "w.jsonl", logp_inf=tensor, logp_ref=tensor) == 1
-    assert rlcore.diagnose(tmp_path / "w.jsonl").rows == 2
+    ragged = [torch.tensor([-1.0]), torch.tensor([-1.0, -0.5])]
+    assert write(tmp_path / "w.jsonl", logp_inf=ragged, logp_ref=ragged) == 2
+    assert rlcore.diagnose(tmp_path / "w.jsonl").rows == 3
     with pytest.raises(UserError, match="unequal sizes: logp_inf 1, logp_ref 2"):
         write(tmp_path / "w.jsonl", logp_inf=tensor, logp_ref=[[0.0], [0.0]])
 
