@@ -232,8 +232,7 @@ class Centre(Correction):
     """The term `A sum_H c_v log p_v` beside the weights of the list (score centering, arXiv
     2609.20807), with the mask and the denominator of the loss that it stands beside.
 
-    Weights and mask stay as they are. `tail_mass` is the actor's mass outside its stored tokens,
-    XX"""
+    Weights and mask stay as they are. `tail_mass` is the actor's mass outside its stored tokens."""
 
     needs = Needs(topk=True)
 

@@ -115,6 +115,14 @@ def refusal(name, loss, credit):
     return ""
 
 
+def centred(t, logp):
+    """[S]: sum_v c_v log p_v over the stored tokens, c = q_v - (q_T/p_T) p_v a constant."""
+    at = logp.gather(1, torch.tensor(t.topk_ids).long())
+    q, p = torch.tensor(t.topk_logp).double().exp(), at.detach().double().exp()
+    alpha = (1 - q.sum(-1, keepdim=True)).clamp(min=1e-6) / (1 - p.sum(-1, keepdim=True))
+    return ((q - alpha * p) * at).sum(-1).float()
+
+
 @pytest.mark.parametrize("credit", ["turn", "token"])
 @pytest.mark.parametrize("name", ["none", *CORRECTIONS])
 def test_every_accepted_cell_has_the_gradient_by_hand(model, name, credit):
@@ -142,9 +150,11 @@ def test_every_accepted_cell_has_the_gradient_by_hand(model, name, credit):
         lm, objective = sharp_policy(model).lm, torch.zeros(())
         for row, e in enumerate(group.episodes):
             ids = torch.tensor(e.parts[0].sampled_ids).long()
-            logp = log_probs(lm, e.parts[0])[range(len(ids)), ids]
+            every = log_probs(lm, e.parts[0])
             factor = (weighed.weight * weighed.mask * hand)[row, : len(ids)]
-            objective = objective + (factor * logp).sum()
+            objective = objective + (factor * every[range(len(ids)), ids]).sum()
+            if name == "centre":
+                objective = objective - (factor * centred(e.parts[0], every)).sum()
         (-objective / weighed.mask.sum()).backward()
         ours = update.engine.gradients()
         for parameter, p in lm.named_parameters():
