@@ -29,6 +29,7 @@ from rlcore.tasks.isolation import IsolatedGrader, IsolatedVerdict
 from rlcore.types import Item
 
 FULL = 1.0
+AGAIN = 2  # a crowded machine may stop a reference that it judges in time otherwise
 WORD, EMPTY, NAN, BRACES = "banana", "", "nan", "{}"
 PROBES = (EMPTY, NAN, BRACES, WORD)
 CLOSE = 0.01  # numbers that differ by more, relative to the larger and to 1, are not the same
@@ -195,6 +196,9 @@ def tried(items: Sequence[Item], grader: IsolatedGrader) -> ScorerProof:
     references = [item for item in items if item.answer]
     for item in references:
         own = credit(item, item.answer, wrong=False)
+        for _ in range(AGAIN):
+            if own.failed == "stopped":
+                own = credit(item, item.answer, wrong=False)
         if own.reward < FULL:
             why = f"its own reference has {own.reward:g}" + (f" ({own.why})" if own.why else "")
             return ScorerProof(len(items), len(references), refused=why)

@@ -13,7 +13,10 @@ import reasoning_gym_like
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.foreign import alike, is_like, number
+from rlcore.tasks.foreign import alike, is_like, number, tried
+from rlcore.tasks.grades import Grade
+from rlcore.tasks.isolation import IsolatedVerdict
+from rlcore.types import Item
 
 pytestmark = pytest.mark.processes
 
@@ -170,3 +173,22 @@ def test_kinds_of_answers_that_say_nothing():
     assert is_like("-Infinity", "nan") and is_like("1e999", "nan") and is_like("NaN + 1", "nan")
     assert not is_like("12", "nan") and not is_like("1e9", "nan")
     assert is_like("[ ]", "{}") and not is_like("[1]", "{}") and is_like("[1]", "banana")
+
+
+class Crowded:
+    """A grader whose answers are stopped `late` times before they are judged."""
+
+    def __init__(self, late):
+        self.late = late
+
+    def grade(self, prompt_id, text):
+        if text != "7":
+            return IsolatedVerdict("ok", Grade(0.0))
+        self.late -= 1
+        return IsolatedVerdict("ok", Grade(1.0)) if self.late < 0 else IsolatedVerdict("stopped")
+
+
+@pytest.mark.parametrize(("late", "refused"), [(0, False), (2, False), (3, True)])
+def test_a_crowded_moment_refuses_no_scorer(late, refused):
+    item = Item("p/0", "a question", "7")
+    assert bool(tried([item], Crowded(late)).refused) == refused
