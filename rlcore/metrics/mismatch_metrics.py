@@ -99,7 +99,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/drift",
         "share",
-        "length of E[A | state](p_inf - p_ref), which moves a policy where nothing is learned, "
+        "length of (p_inf - p_ref) E[A | state], which moves a policy where nothing is learned, "
         "over that of the centred gradient; of some eight steps",
         healthy="below 0.1",
         otherwise="[centre](corrections/centre.md)",
