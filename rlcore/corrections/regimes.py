@@ -216,14 +216,18 @@ def _middles(like: Tensor) -> Tensor:
     return torch.cat([middles.new_zeros(1), middles, middles.new_full((1,), CLAMP)])
 
 
+def eighths(on: Tensor) -> Tensor:
+    """[B, T] int64, 0..7: the eighth of its answer that each token `on` [B, T] bool lies in."""
+    length = on.sum(-1, keepdim=True).clamp(min=1)
+    return (EIGHTHS * (on.cumsum(-1) - 1) // length).clamp(0, EIGHTHS - 1)
+
+
 def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens by eighth and bin [8, 2 * _BINS + 3] float64, and those of an agreement below 0.86."""
     size, difference = _sizes(logp_ref, logp_inf, on)
     place = _BINS + 1 + torch.where(difference < 0, -size, size)
-    length = on.sum(-1, keepdim=True).clamp(min=1)
-    eighth = (EIGHTHS * (on.cumsum(-1) - 1) // length).clamp(0, EIGHTHS - 1)
     width = 2 * _BINS + 3
-    counts = torch.bincount((eighth * width + place)[on], minlength=EIGHTHS * width)
+    counts = torch.bincount((eighths(on) * width + place)[on], minlength=EIGHTHS * width)
     below = ((difference.abs() > -math.log(SPARROW)) & on).sum(dtype=torch.float64)
     return counts.view(EIGHTHS, width).double(), below
 

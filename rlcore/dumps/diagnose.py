@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
+from rlcore.corrections.step_bound import LONGEST
 from rlcore.dumps.diagnosis import HARMS, LOSES, Diagnosis, lines, page
 from rlcore.dumps.files import Read, read
 from rlcore.dumps.measure import ALL, Measured, measure
 from rlcore.dumps.rows import OPTIONAL
 
-SATURATES = 128  # tokens of an answer that count
 ADVISED = 3  # exit code
 LIMITS = (
     "The table comes from studies of models below 1B parameters and from worlds that are "
@@ -50,7 +50,7 @@ def diagnose(sources: Any, answers: int = 0) -> Diagnosis:
 def _per_answer(kind: Measured) -> dict[str, float]:
     """Nats an answer: k3 of a token times the tokens of an answer, at most 128. `late_kl`: how much
     of it tokens of age 1 and more have over fresh ones, where ages are known."""
-    tokens = min(kind.figures["length"], SATURATES)
+    tokens = min(kind.figures["length"], LONGEST)
     found = {"answer_kl": kind.figures["kl_k3"] * tokens}
     late = [(count, k3) for age, (count, k3) in kind.by_age.items() if age]
     if late:

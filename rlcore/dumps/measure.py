@@ -19,7 +19,7 @@ from rlcore.corrections.mismatch import (
 )
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import Pipeline, build
-from rlcore.corrections.regimes import EIGHTHS, fixed_share
+from rlcore.corrections.regimes import EIGHTHS, eighths, fixed_share
 from rlcore.corrections.shadow import compared
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.dumps.rows import Row
@@ -97,7 +97,7 @@ class Meter:
             found.figures |= fixed_share(
                 step.logp_ref, step.logp_inf, step.mask, step.repeats, self._next("repeats")
             )
-        found.by_eighth = [v[1] for v in self._split(step, _eighths(step.mask), EIGHTHS, "eighth")]
+        found.by_eighth = [v[1] for v in self._split(step, eighths(step.mask), EIGHTHS, "eighth")]
         if aged:
             ages = torch.bucketize(_age(step), torch.tensor(AGE_BINS), right=True) - 1
             split = self._split(step, ages, len(AGE_BINS), "age")
@@ -135,11 +135,6 @@ class Meter:
             summed = running(mismatch_accumulate(step.logp_ref, step.logp_inf, own))
             found.append((tokens, mismatch_values(summed)["kl_k3"] if tokens else None))
         return found
-
-
-def _eighths(mask: Tensor) -> Tensor:
-    length = mask.sum(-1, keepdim=True).clamp(min=1)
-    return (EIGHTHS * (mask.cumsum(-1) - 1) // length).clamp(0, EIGHTHS - 1)
 
 
 def _age(step: StepTensors) -> Tensor:

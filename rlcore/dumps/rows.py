@@ -46,6 +46,8 @@ OPTIONAL = {
     "topk_logp_inf": "Jackpot's weights",
 }
 ROUNDING = 1e-3  # a log-prob that exceeds 0 by less was rounded
+MOST = 2**31  # versions and ids are below it
+LARGEST = 1e300
 PADDED = 4  # so many log-probs of exactly 0 in a row are a prompt's, which no actor sampled
 
 
@@ -95,20 +97,16 @@ def row_of(fields: Mapping[str, Any]) -> Row:
     _check_logps("logp_inf", inf, on, least=-math.inf)
     _check_logps("logp_ref", ref, on, least=None)
     _check_prompt(inf, ref, on)
-    found: dict[str, Any] = {
-        name: [float(fields[name])] * len(on) if _is_number(fields[name]) else None
-        for name in ("advantages",)
-        if fields.get(name) is not None
-    }
+    found: dict[str, Any] = {}
     for name in ("advantages", "version", "token_ids"):
         value = fields.get(name)
-        if value is None or found.get(name) is not None:
+        if value is None:
             continue
-        listed = [value] * len(inf) if _is_number(value) else _numbers(name, value, len(inf))
+        listed = _numbers(name, [value] * len(inf) if _is_number(value) else value, len(inf))
         chosen = [listed[i] for i in on]
         if any(not math.isfinite(v) for v in chosen):
             raise WrongRow(name, "is not finite")
-        found[name] = chosen if name == "advantages" else [int(v) for v in chosen]
+        found[name] = chosen if name == "advantages" else [_int(name, v) for v in chosen]
     return Row(
         [min(inf[i], 0.0) for i in on],
         [min(ref[i], 0.0) for i in on],
@@ -140,7 +138,16 @@ def _numbers(name: str, value: Any, length: int | None = None) -> list[float]:
     wrong = next((i for i, v in enumerate(value) if v is not None and not _is_number(v)), None)
     if wrong is not None:
         raise WrongRow(name, f"holds {type(value[wrong]).__name__} at token {wrong + 1}")
-    return [math.nan if v is None else float(v) for v in value]
+    try:
+        return [math.nan if v is None else float(v) for v in value]
+    except OverflowError:
+        raise WrongRow(name, "holds a number that is too large") from None
+
+
+def _int(name: str, value: float) -> int:
+    if not abs(value) < MOST or value != int(value):  # also NaN
+        raise WrongRow(name, f"holds {value:g}, which is no whole number below 2^31")
+    return int(value)
 
 
 def _mask(value: Any, length: int) -> list[bool]:
@@ -176,12 +183,18 @@ def _top(fields: Mapping[str, Any], on: list[int], length: int) -> dict[str, Any
     """The lists [T, k] of both top k, or nothing."""
     if any(fields.get(name) is None for name in TOP_K):
         return {}
-    found = {}
+    found: dict[str, list[list[Any]]] = {}
     for name in TOP_K:
         value = fields[name].tolist() if hasattr(fields[name], "tolist") else fields[name]
         if not isinstance(value, (list, tuple)) or len(value) != length:
             raise WrongRow(name, "has another number of tokens than logp_inf")
-        found[name] = [list(value[i]) for i in on]
+        entries = [_numbers(name, value[i]) for i in on]
+        if name in ("topk_ids_inf", "topk_ids_ref"):
+            found[name] = [[_int(name, v) for v in entry] for entry in entries]
+        elif any(math.isnan(v) or v > ROUNDING for entry in entries for v in entry):
+            raise WrongRow(name, "holds NaN or a log-prob above 0")
+        else:
+            found[name] = entries
     sizes = {len(entry) for lists in found.values() for entry in lists}
     if len(sizes) != 1:
         raise WrongRow("topk_ids_inf", "has another number of entries than its log-probs")
@@ -191,14 +204,14 @@ def _top(fields: Mapping[str, Any], on: list[int], length: int) -> dict[str, Any
 def _one(name: str, value: Any) -> float | None:
     if value is None:
         return None
-    if not _is_number(value) or not math.isfinite(value):
+    if not _is_number(value) or not abs(value) <= LARGEST:  # also NaN
         raise WrongRow(name, "is no finite number")
     return float(value)
 
 
 def _whole(name: str, value: Any) -> int | None:
     found = _one(name, value)
-    return None if found is None else int(found)
+    return None if found is None else _int(name, found)
 
 
 def write(path: str | Path, **columns: Any) -> int:
