@@ -11,6 +11,7 @@ from rlcore.commands.try_task import Response, Trial, graded
 from rlcore.config.schema import RunConfig
 from rlcore.interfaces import Task
 from rlcore.models.text import decode_response, encode_prompt, end_ids, padding
+from rlcore.seeding import derive_seed
 from rlcore.spare_cores import cores
 from rlcore.types import Item
 
@@ -98,7 +99,7 @@ def _sampled(
     longest = max(map(len, asked))
     rows = [[pad] * (longest - len(ids)) + ids for ids in asked]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked]
-    torch.manual_seed(config.seed)
+    torch.manual_seed(derive_seed(config.seed, "trial", 0))
     with torch.inference_mode():
         out = model.generate(
             input_ids=torch.tensor(rows, device=device),

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable
 
+from rlcore.corrections.step_bound import LONGEST
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
 from rlcore.metrics.rules.base import RECENT, Fast, Past, Rule, Window, held_out
 from rlcore.metrics.specs import WarningsSpec
 
-LONGEST = 128  # tokens of an answer that count in its KL: the evidence for a bound ends there
 HOLDS = 0.5  # nats an answer that a rate is advised for
 GROWTH = 1.6  # the power of the learning rate that the KL of an answer grows with
 
