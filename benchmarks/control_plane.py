@@ -36,17 +36,17 @@ from typing import Any
 from harness import machine, table
 from meters import OUTSIDE, Across, Meter, in_role
 
+from rlcore.advisor.planner.actor import RatedActor
+from rlcore.advisor.planner.run import PlannedFleet, PlannedRun
+from rlcore.advisor.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
+from rlcore.advisor.simulate.clients import SimulatedLearner, SimulatedNodes, SimulatedScorer
+from rlcore.advisor.simulate.clock import run_simulated
 from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.buffer.store import ReplayBuffer
 from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.loop.specs import ScheduleSpec
-from rlcore.planner.actor import RatedActor
-from rlcore.planner.run import PlannedFleet, PlannedRun
-from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
 from rlcore.serialization import dump_trajectory, record_bytes
-from rlcore.simulate.clients import FakeLearner, FakeNodes, FakeScorer
-from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
 
 TOKENS_PER_S = 5_000  # of one actor
@@ -95,19 +95,21 @@ class MeteredActor(RatedActor):
         return await super().update_weights(*args)
 
 
-class MeteredScorer(FakeScorer):
+class MeteredScorer(SimulatedScorer):
     """Its processes run in the role "graders"."""
 
     def _start(self, node: int) -> asyncio.Task[None]:
         return in_role(GRADERS, super()._start, node)
 
 
-class RankedLearner(FakeLearner):
+class RankedLearner(SimulatedLearner):
     """Its ranks ask for their groups one after another."""
 
     async def _read(self, step: int, ids: list[int]) -> list[Any]:
         shares = [ids[rank::RANKS] for rank in range(RANKS) if ids[rank::RANKS]]
-        return [record for own in shares for record in await FakeLearner._read(self, step, own)]
+        return [
+            record for own in shares for record in await SimulatedLearner._read(self, step, own)
+        ]
 
 
 class Measured(Exception):
@@ -124,11 +126,11 @@ class MeteredRun(PlannedRun):
     def make_buffer(self) -> Any:
         buffer: Any = super().make_buffer()
         buffer.actor = Across(buffer.actor, "buffer", self.meter, PAYLOADS)
-        nodes = FakeNodes(self.scenario.nodes, buffer.actor)
+        nodes = SimulatedNodes(self.scenario.nodes, buffer.actor)
         buffer.nodes = Across(nodes, SHARD, self.meter, PAYLOADS)
         return buffer
 
-    def make_scorer(self) -> FakeScorer:
+    def make_scorer(self) -> SimulatedScorer:
         return MeteredScorer(self.buffer, reward=self.scenario.reward)
 
     def make_learner(self) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 from harness import machine, read_rows, rlcore, table
 
-from rlcore.planner.measure import WARM_UP
+from rlcore.advisor.planner.measure import WARM_UP
 
 KILLED = "one killed"
 KILLED_AT = 32  # rows of metrics after which that happens

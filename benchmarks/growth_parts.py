@@ -198,10 +198,10 @@ def publication(parameters: float, actors: int) -> Measured:
 
 def fleet_step(actors: int) -> Measured:
     """A simulated step with so many actors, and the memory of the whole process."""
+    from rlcore.advisor.planner.forecast import forecast
+    from rlcore.advisor.planner.run import PlannedFleet
+    from rlcore.advisor.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
     from rlcore.loop.specs import ScheduleSpec
-    from rlcore.planner.forecast import forecast
-    from rlcore.planner.run import PlannedFleet
-    from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
 
     rates = Rates(
         learner=LearnerRates(step_s=1.0, token_s=0.0),

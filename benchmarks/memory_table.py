@@ -4,7 +4,7 @@ small model hold beside what is counted for them.
     python benchmarks/memory_table.py [--check]
 
 The table needs no weights: shapes come from models on torch's meta device, bytes from
-`rlcore/planner/memory.py`. Learners are ranks on GPUs in bfloat16 with recomputed activations and
+`rlcore/commands/footprint.py`. Learners are ranks on GPUs in bfloat16, recomputed activations and
 micro-batches of 16,384 tokens, the numbers GiB. `--check`: ranks on CPU, one and two, train a model
 of 3M parameters at every stage, and the largest sum of live tensor storages is compared.
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 from harness import table
 
+from rlcore.commands.footprint import GIB, ModelSizes, actor_rank, learner_host, learner_rank, total
 from rlcore.learner.optimizer_specs import OffloadSpec
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.split_loading import meta_shapes
-from rlcore.planner.memory import GIB, ModelSizes, actor_rank, learner_host, learner_rank, total
 from rlcore.rollout.specs import ActorSpec
 
 BUCKET = 512 << 20

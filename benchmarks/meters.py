@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlcore.simulate.clock import SimulatedLoop
+from rlcore.advisor.simulate.clock import SimulatedLoop
 
 OUTSIDE = "(simulation)"  # the simulated clock and what belongs to no process
 ROLE: contextvars.ContextVar[str] = contextvars.ContextVar("role", default="controller")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from harness import machine, rlcore, table
 
-from rlcore.commands.kinds_advice import kind_rates
+from rlcore.advisor.kinds_advice import kind_rates
 from rlcore.config.compose import load
 from rlcore.loop.shares import KindRate, worth_of
 

@@ -13,6 +13,7 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 from gallery import gallery
 from pydantic import BaseModel
 
+from rlcore.advisor.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
 from rlcore.config.groups import COMMAND_LINES, groups
 from rlcore.config.help_settings import about, kind_of, meaning_of, written_default
 from rlcore.config.schema import (
@@ -26,7 +27,6 @@ from rlcore.corrections.specs import CORRECTIONS
 from rlcore.extras.foreign_keys import ENTRIES, SOURCES
 from rlcore.metrics.metric import Metric
 from rlcore.metrics.names import METRICS
-from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
 from rlcore.registry import resolve
 
 HEADING = {

@@ -41,7 +41,7 @@ class RunResult:
     def _repr_html_(self) -> str:
         """The curves of rewards and evaluations, as a notebook shows them; before the first step,
         the folder."""
-        from rlcore.metrics.curves import Asked, write_curves
+        from rlcore.report.curves import Asked, write_curves
 
         names = {name for row in self.rows for name in row}
         y = [n for n in ("reward/mean", *sorted(self.evaluation)) if n in names][:4]
@@ -180,7 +180,7 @@ def draw(
 ) -> Path:
     """`rlcore report format=svg|pdf|csv`, by the suffix of `out`: curves of runs, those that differ
     by their seed alone merged, with t intervals of `ci` percent. Raises UserError."""
-    from rlcore.metrics.curves import FORMATS, Asked, write_curves
+    from rlcore.report.curves import FORMATS, Asked, write_curves
 
     suffix = Path(out).suffix.removeprefix(".")
     form = next((known for known in FORMATS if known == suffix), None)

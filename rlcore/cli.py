@@ -226,17 +226,17 @@ def _watch(given: Given) -> int:
 
 
 def _compare(given: Given) -> int:
-    from rlcore.commands.compare import compare
+    from rlcore.report.compare import compare
 
     return compare(given.operands, ci=_ci(given), as_json=given.flag("json"))
 
 
 def _report(given: Given) -> int:
-    from rlcore.commands.compare import report
+    from rlcore.report.compare import report
 
     curves = None
     if (form := given.text("format") or "html") != "html":
-        from rlcore.metrics.curves import FORMATS, Asked
+        from rlcore.report.curves import FORMATS, Asked
 
         y, labels = (tuple(filter(None, (given.text(k) or "").split(","))) for k in ("y", "labels"))
         asked = Asked(given.text("x") or "step", y, _ci(given), labels)
@@ -266,15 +266,15 @@ def _import_config(given: Given) -> int:
 
 
 def _plan(given: Given) -> int:
-    from rlcore.commands.plan import plan
-    from rlcore.commands.plan_split import split_plan
+    from rlcore.advisor.plan import plan
+    from rlcore.advisor.plan_split import split_plan
 
     words = {key: value for key, value in given.own.items() if key != "config_dir"}
     return (split_plan if "gpus" in words else plan)(config_of(given), words)
 
 
 def _plan_measure(given: Given) -> int:
-    from rlcore.commands.plan import measure
+    from rlcore.advisor.plan import measure
 
     return measure(given.own["runs"], given.own["out"])
 
@@ -289,7 +289,7 @@ def _doctor(given: Given) -> int:
         key, value = next(iter(rates.items()))
         raise UserError(f"{key}={value} forecasts a run: name its keys too, such as experiment=.")
     config = config_of(given) if given.settings else None
-    from rlcore.commands.doctor import doctor
+    from rlcore.advisor.doctor import doctor
 
     start, calibrate = given.flag("start"), given.flag("calibrate")
     if calibrate and (config is None or not start):
@@ -304,7 +304,7 @@ def _doctor_run(given: Given, run: str) -> int:
     if not (Path(run) / "config.yaml").is_file():
         raise UserError(f"run={run} holds no run: it has no config.yaml.")
     config = config_of(replace(given, settings=(f"run_dir={run}",)))
-    from rlcore.commands.doctor_run import doctor_run
+    from rlcore.advisor.doctor_run import doctor_run
 
     return doctor_run(config, as_json=given.flag("json"))
 

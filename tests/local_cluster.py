@@ -269,9 +269,7 @@ class Hosted:
                 lambda done, i=call_id, called=name: _reply(link, lock, i, called, done)
             )
 
-    def _begin(
-        self, name: str, args: Sequence[Any], given: Mapping[str, Any]
-    ) -> Future[Any]:
+    def _begin(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Future[Any]:
         if name == "__ray_ready__":
             return self._pools[""].submit(lambda: True)
         method = getattr(self._actor, name)

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 import rlcore
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.commands.train import StopSignals
 from rlcore.errors import UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec
 from rlcore.metrics.logger import MetricsLogger, RunReporter
 from rlcore.metrics.sinks import CallbackSink, JsonlSink, SamplesSink, unguarded
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "hydra", "numpy", "pandas")
 

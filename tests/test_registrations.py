@@ -20,7 +20,7 @@ UNNAMED = {
     "rlcore.tasks.rewards.requests:RequestReward",
     "rlcore.weights.deltas:DeltaTransport",
 }
-BUILDERS = ("rlcore.simulate.", "rlcore.testing.")
+BUILDERS = ("rlcore.advisor.simulate.", "rlcore.testing.")
 
 
 @cache

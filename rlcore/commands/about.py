@@ -19,8 +19,8 @@ from rlcore.cluster.specs import joined_address
 from rlcore.commands.memory import policy_parameters, weight_shapes
 from rlcore.config.schema import RunConfig
 from rlcore.files import replace_file
+from rlcore.metrics.limit import PASS, TRAINED
 from rlcore.models.specs import WarmUpSpec
-from rlcore.planner.gpus import PASS, TRAINED
 from rlcore.spare_cores import cores
 
 # what a driver of GPUs shows: NVIDIA's, that of Windows for its Linux, AMD's

@@ -19,7 +19,6 @@ from rlcore.commands.memory import (
     stored_bytes,
 )
 from rlcore.commands.node_places import check_idle, placed
-from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, check_writable, prepare, refuse_another_run
 from rlcore.commands.warm_up import kept_at, kept_model
 from rlcore.config.compose import check_resume
@@ -37,6 +36,7 @@ from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
 from rlcore.metrics.sinks import NO_WANDB, wandb_mode
 from rlcore.rollout.specs import ActorSpec
+from rlcore.rooms import from_room
 from rlcore.spec import Spec, refuse
 from rlcore.tasks.specs import MixedTaskSpec
 
@@ -51,7 +51,7 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     0; raises UserError as `train` does.
     """
     config, prepared, start = check(config)
-    pace = expected(config, words or {})
+    pace = from_room("expected")(config, words or {})
     print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
     for title, lines in (*_sections(config, prepared, start), ("forecast", pace)):
         for i, line in enumerate(lines):

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlcore.commands.derived import wire_dtype
-from rlcore.config.schema import RunConfig
-from rlcore.learner.specs import LoraSpec
-from rlcore.models.folder import read_config, read_shapes
-from rlcore.models.specs import FreshModelSpec
-from rlcore.planner.memory import (
+from rlcore.commands.footprint import (
     BYTES,
     GIB,
     ModelSizes,
@@ -23,6 +19,10 @@ from rlcore.planner.memory import (
     total,
     waiting_rank,
 )
+from rlcore.config.schema import RunConfig
+from rlcore.learner.specs import LoraSpec
+from rlcore.models.folder import read_config, read_shapes
+from rlcore.models.specs import FreshModelSpec
 from rlcore.spec import refuse
 from rlcore.weights.adapters import AdapterShape, adapter_shapes
 

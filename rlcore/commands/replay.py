@@ -28,8 +28,8 @@ from rlcore.errors import UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Plan
 from rlcore.metrics.health import RECORDER
-from rlcore.metrics.replay_page import write_replay
 from rlcore.metrics.rows import Row, read_rows
+from rlcore.rooms import from_room
 from rlcore.serialization import load_trajectory
 
 SHOWN = 20  # tokens
@@ -91,7 +91,7 @@ def replay(
     found["tokens"] = _shown(config, step - 1, executed.tokens, tokens)
     run_dir = Path(config.run_dir)
     page = Path(out) if out else run_dir / f"replay_{step}.html"
-    write_replay(page, run_dir.name, step, found)
+    from_room("write_replay")(page, run_dir.name, step, found)
     note(f"the page is {page}")
     if as_json:
         print(json.dumps({"step": step, **found}, indent=2))

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from rlcore.commands.compare import report
 from rlcore.commands.launching import launch
 from rlcore.commands.owner import own
 from rlcore.config.compose import load
@@ -23,6 +22,7 @@ from rlcore.errors import StageError, UserError
 from rlcore.launch import render
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import FINAL, read_status
+from rlcore.rooms import from_room
 from rlcore.spec import refuse
 
 SUBMITTED = "submitted"  # file in the folder of a run that a scheduler has taken
@@ -176,7 +176,7 @@ def _report(found: Sequence[Job]) -> None:
     """report.html over all runs that have taken a step, beside their folders."""
     begun = [str(job.folder) for job in found if (job.folder / "metrics.jsonl").exists()]
     if begun:
-        report(begun, str(found[0].folder.parent / "report.html"))
+        from_room("report")(begun, str(found[0].folder.parent / "report.html"))
 
 
 def _shown(job: Job) -> str:

@@ -58,9 +58,9 @@ from rlcore.metrics.log import NAME as LOG
 from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.prometheus import require_free
-from rlcore.metrics.report import write_report
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import CallbackSink
+from rlcore.rooms import from_room
 
 TOGETHER_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -257,7 +257,7 @@ def _report(run: RunContext) -> None:
             health.resume(rows)
             return health.verdict()
 
-        write_report(run.folder, judge=judge)
+        from_room("write_report")(run.folder, judge=judge)
     except (OSError, UserError, OwnershipLost) as e:
         run.reporter.note(f"report.html could not be written (logging.report): {e}")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.errors import UserError
-from rlcore.planner.gpus import GPUS, SHAPES
+from rlcore.rooms import from_room
 
 Kind = Literal["text", "flag", "number", "file", "folder"]
 # The run directory where none is given: an error; a new one under runs/; the newest run under
@@ -28,13 +28,14 @@ class Key:
     """A key that a verb reads itself. Example: Key("n", "prompts to show", "number", default="3")
 
     LABEL in the name stands for any label. `needs`: a flag that has to be true beside the key.
+    `choices`: the values, or the name of their registry in `rlcore.rooms`.
     """
 
     name: str
     meaning: str
     kind: Kind = "text"
     default: str = ""
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | str = ()
     required: bool = False
     needs: str = ""
 
@@ -45,6 +46,8 @@ class Key:
     @property
     def values(self) -> tuple[str, ...]:
         """The accepted values, where they are few."""
+        if isinstance(self.choices, str):
+            return tuple(from_room(self.choices))
         return FLAG if self.kind == "flag" else self.choices
 
 
@@ -81,11 +84,11 @@ CHECKPOINT = Key("checkpoint", "the checkpoint; without it the run's newest vali
 DRY_RUN = Key("dry_run", "check everything, print what would be started, start nothing", "flag")
 JSON = Key("json", "print JSON", "flag")
 CI = Key("ci", "percent of the intervals of means over seeds", "number", default="95")
-FORMATS = ("svg", "pdf", "csv")  # of figures, `metrics/curves.py`
+FORMATS = ("svg", "pdf", "csv")  # of figures, `report/curves.py`
 FORECAST = (
     Key("rates", "rates for a forecast, as rlcore plan measure wrote them", "file"),
-    Key("gpu", "rates of this GPU instead, by its manufacturer's figures", choices=tuple(GPUS)),
-    Key("shape", "the model's size; without it read from model.path", choices=tuple(SHAPES)),
+    Key("gpu", "rates of this GPU instead, by its manufacturer's figures", choices="gpus"),
+    Key("shape", "the model's size; without it read from model.path", choices="shapes"),
     Key("prompt_tokens", "tokens of a prompt", "text", "256"),
     Key("median_tokens", "median tokens of an answer; without it a quarter of the most"),
     Key("spread", "spread of the log of an answer's tokens", "text", "0.6"),

@@ -1,9 +1,9 @@
 """The limit of a run on CPUs: the time that its matrix products alone would need.
 
-A pass takes 2 floating-point operations (FLOP) a parameter and token, one with its gradient 6
-(`rlcore/planner/gpus.py`). Engines sample each token and read each group's prompt once; the learner
-computes every position of every sequence, and those of p_ref where it has a pass of its own. Other
-models, such as a critic, are not counted.
+A pass takes 2 floating-point operations (FLOP) a parameter and token, one with its gradient 6.
+Engines sample each token and read each group's prompt once; the learner computes every position of
+every sequence, and p_ref's where it has a pass for them. Other models, such as a critic, are not
+counted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from rlcore.metrics.rows import Row
 
+PASS, TRAINED = 2, 6  # FLOPs a parameter and token: of a pass, and of one with its gradient
 WARM_UP = 3  # first rows that are left out: caches fill, pipelines too
 NAMES = ("train/tokens", "train/sequence_positions", "time/step_s")
 

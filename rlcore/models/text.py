@@ -36,9 +36,7 @@ def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTo
 
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as e:
-        raise UserError(
-            f"{key}={path} holds no readable tokenizer: {message_of(str(e))}"
-        ) from e
+        raise UserError(f"{key}={path} holds no readable tokenizer: {message_of(str(e))}") from e
 
 
 def _is_of_fresh_model(folder: Path) -> bool:

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
+from rlcore.advisor.simulate.clock import run_simulated
 from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.shard import Shard, ShardReport
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.serialization import dump_trajectory
-from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
 
 

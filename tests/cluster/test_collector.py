@@ -11,6 +11,8 @@ import ray
 from test_start import hosting
 from timing import deadline
 
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
@@ -19,8 +21,6 @@ from rlcore.cluster.start import start_buffer, wait_started
 from rlcore.commands import train
 from rlcore.loop.plan import Progress
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from rlcore.advisor.simulate.clock import run_simulated
 from rlcore.buffer.shard import ShardReply
 from rlcore.cluster.clients.shards import ShardActor
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
-from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
 
 

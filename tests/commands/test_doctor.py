@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from rlcore.advisor.doctor import smallest_run
 from rlcore.cli import main
 from rlcore.commands.about import GpuMachine
-from rlcore.commands.doctor import smallest_run
 
 
 def _doctor(command, small, *words, code=0):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlcore.advisor.plan import check_simulated
 from rlcore.commands.model_checks import check_kind
-from rlcore.commands.plan import check_simulated
 from rlcore.config.compose import load
 from rlcore.errors import UserError
 

@@ -18,13 +18,13 @@ from learner_helpers import (
     on_ranks,
 )
 
+from rlcore.commands.footprint import ModelSizes, learner_rank, total
 from rlcore.learner.packing import dummy
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
-from rlcore.planner.memory import ModelSizes, learner_rank, total
 from rlcore.testing.live_bytes import LiveBytes
 
 SHAPE = FreshModelSpec(

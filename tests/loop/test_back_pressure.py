@@ -2,10 +2,10 @@
 
 import pytest
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.serialization import dump_trajectory
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 from rlcore.testing.records import make_trajectory
 
 GROUPS, SAMPLES = 4, 2

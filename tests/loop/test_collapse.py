@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_audit import audit_uses
 
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, SimulatedReporter, Simulation
 from rlcore.errors import Collapsed
 from rlcore.loop import checkpoint
 from rlcore.loop.collapse import HELD, QUIET, SETTLES, SIGNS, Collapse
@@ -14,11 +16,9 @@ from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.metrics.health import Health
 from rlcore.metrics.rules.base import Course
 from rlcore.metrics.specs import WarningsSpec
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import FakeReporter, Scenario, Simulation
 
 
-class Judging(FakeReporter):
+class Judging(SimulatedReporter):
     """Says which rules speak at each step; what a step does not name is silence."""
 
     def __init__(self, speaking):

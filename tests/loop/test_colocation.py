@@ -7,10 +7,10 @@ import random
 import pytest
 from loop_audit import audit_uses
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.errors import RoleLost, UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 
 STEPS = 12
 

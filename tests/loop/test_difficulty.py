@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.advisor.simulate.loop import CountingTask, Scenario, simulate
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.loop.prompts import Difficulty, PromptSource
 from rlcore.loop.specs import DifficultySpec, ScheduleSpec
-from rlcore.simulate.loop import CountingTask, Scenario, simulate
 
 TASKS = {"a": TaskShare(4, 1.0, remember=True), "b": TaskShare(2, 1.0, remember=True)}
 SCHEDULES = {

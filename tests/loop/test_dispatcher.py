@@ -6,11 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.loop.assignment import allowed_s
 from rlcore.loop.dispatcher import spans
 from rlcore.loop.specs import ScheduleSpec
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request
 

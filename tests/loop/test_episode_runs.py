@@ -9,12 +9,12 @@ import random
 import numpy as np
 import pytest
 
+from rlcore.advisor.simulate.actors import SimulatedActor
+from rlcore.advisor.simulate.clients import SimulatedLearner
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.serialization import dump_trajectory, load_group
-from rlcore.simulate.actors import FakeActor
-from rlcore.simulate.clients import FakeLearner
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation
 from rlcore.testing.records import make_score, make_trajectory
 
 STEPS, GROUPS, SAMPLES, TURNS = 12, 4, 3, 3
@@ -26,7 +26,7 @@ def turn_tokens(request):
     return TURNS + request.seed % 40
 
 
-class EpisodeActor(FakeActor):
+class EpisodeActor(SimulatedActor):
     """Plays episodes of three turns in one or two parts. What is said, answered and rewarded
     follows from the request's seed, as with an environment whose answers do. The parts and the
     score reach the buffer one after the other, as in a run."""
@@ -68,7 +68,7 @@ class EpisodeActor(FakeActor):
         self._undelivered.discard(request.request_id)
 
 
-class ReadingLearner(FakeLearner):
+class ReadingLearner(SimulatedLearner):
     """Remembers everything of the episodes it was given, but for who played them and when."""
 
     def __init__(self, *args, **kwargs):
@@ -103,7 +103,7 @@ class EpisodeRun(Simulation):
 
 @pytest.fixture
 def play(monkeypatch, tmp_path):
-    monkeypatch.setattr("rlcore.simulate.loop.FakeActor", EpisodeActor)
+    monkeypatch.setattr("rlcore.advisor.simulate.loop.SimulatedActor", EpisodeActor)
 
     def run(schedule, folder, events=None, *, resume=False):
         spec = ScheduleSpec(steps=STEPS, groups_per_step=GROUPS, **schedule)

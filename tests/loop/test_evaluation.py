@@ -7,6 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation, simulate
 from rlcore.errors import DeadlineExceeded
 from rlcore.loop.evaluation import (
     Judged,
@@ -21,9 +24,6 @@ from rlcore.loop.members import ActorPool
 from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import EvaluatedTaskSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.metrics.intervals import wilson
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation, simulate
 from rlcore.types import POLICY, WeightManifest
 
 

@@ -6,12 +6,12 @@ import random
 import pytest
 from loop_audit import audit_uses
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.serialization import record_bytes
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 
 STEPS = 24
 

@@ -5,14 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
+from rlcore.advisor.simulate.actors import SimulatedActor, Speed, spawned
+from rlcore.advisor.simulate.clock import run_simulated
 from rlcore.errors import StageError, UserError
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.loop.timing import ITEMS
-from rlcore.simulate.actors import FakeActor, Speed, spawned
-from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_sampling
 from rlcore.types import POLICY, Request, WeightManifest
 
@@ -33,7 +33,7 @@ class World:
         self.assignments = self.fleet.assignments
 
     def spawn(self, name):
-        actor = FakeActor(
+        actor = SimulatedActor(
             name,
             None,
             None,

@@ -5,15 +5,15 @@ import asyncio
 
 import pytest
 
+from rlcore.advisor.simulate.actors import SimulatedActor, Speed, spawned
+from rlcore.advisor.simulate.clients import SimulatedLearner
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.errors import RoleLost
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
-from rlcore.simulate.actors import FakeActor, Speed, spawned
-from rlcore.simulate.clients import FakeLearner
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, simulate
 from rlcore.types import POLICY, WeightManifest
 
 LIMITS = (
@@ -24,14 +24,14 @@ LIMITS = (
 
 class World:
     def __init__(self, count=3):
-        self.notes, self.learner = [], FakeLearner(None)
+        self.notes, self.learner = [], SimulatedLearner(None)
         pool = ActorPool("bf16", self.spawn, count)
         self.fleet = Fleet([pool], *LIMITS, joined=True, note=self.notes.append)
 
     def spawn(self, name):
         speed = Speed(start_s=2)
         return spawned(
-            FakeActor(name, None, None, speed=speed, tokens=lambda request: 9, limits=LIMITS)
+            SimulatedActor(name, None, None, speed=speed, tokens=lambda request: 9, limits=LIMITS)
         )
 
     def actor(self, index):

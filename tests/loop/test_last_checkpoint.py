@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from loop_audit import audit_uses
 
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
@@ -20,8 +22,6 @@ from rlcore.metrics.logger import RunReporter, open_logger
 from rlcore.metrics.rows import read_rows
 from rlcore.metrics.rules.base import Course
 from rlcore.metrics.specs import LoggingSpec, WarningsSpec
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation
 
 SCHEDULES = {
     "synchronous": ScheduleSpec(steps=8, groups_per_step=2, max_staleness=0),

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from loop_audit import audit_uses
 
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
 from rlcore.references import RecordReference
-from rlcore.simulate.loop import Scenario, simulate
 
 STEPS = 8
 FAST = SupervisionSpec(heartbeat_s=1, hang_timeout_s=20)

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 
 TASKS = {"a": TaskShare(2, 3.0), "b": TaskShare(5, 1.0)}
 SCHEDULES = {

@@ -2,11 +2,11 @@ import asyncio
 
 import pytest
 
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.errors import RoleLost
 from rlcore.loop.saver import CheckpointPace
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, simulate
 
 
 def taken(standstill_s, *, seconds, step_s=10.0, **settings):

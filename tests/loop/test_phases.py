@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from loop_audit import audit_uses, steps_by_group
 
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.buffer.admission import StalenessBound
 from rlcore.errors import UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec
-from rlcore.simulate.loop import Scenario, simulate
 
 SCHEDULES = {
     "epochs": {"epochs": 3},

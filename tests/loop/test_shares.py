@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.loop.shares import KindRate, KindShares, best_mix, most_shares, worth, worth_of
 from rlcore.loop.specs import ScheduleSpec, ShareSpec
 from rlcore.metrics.names import declared
-from rlcore.simulate.loop import Scenario, simulate
 from rlcore.types import actor_label
 
 TWO = {"bf16": 2, "draft": 2}

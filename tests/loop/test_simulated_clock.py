@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rlcore.simulate.clock import run_simulated
+from rlcore.advisor.simulate.clock import run_simulated
 
 
 def test_a_week_of_waiting_takes_no_time_and_events_come_in_order():

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 
 ASYNC = ScheduleSpec(steps=120, groups_per_step=4, max_staleness=1, on_publish="in_flight")
 SUPERVISION = SupervisionSpec(heartbeat_s=5, hang_timeout_s=120)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlcore.advisor.simulate.clients import SimulatedLearner
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, TargetSpec
 from rlcore.loop.targets import PageRange, Ranges, SetPoints
 from rlcore.serialization import load_trajectory
-from rlcore.simulate.clients import FakeLearner
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation
 from rlcore.types import PageRule
 
 NAME = "mismatch/agreement_p5"
@@ -177,7 +177,7 @@ def test_a_share_follows_the_statistic_of_all_tokens():
     assert controller.shares["int3"] == pytest.approx(0.05, abs=0.02)
 
 
-class Drifting(FakeLearner):
+class Drifting(SimulatedLearner):
     """Samples agree the less the older they are."""
 
     async def train_step(self, step):
@@ -212,7 +212,7 @@ def test_a_run_holds_its_set_point_also_after_a_resume(tmp_path):
     assert max(row["staleness/max"] for row in rows) <= 12
 
 
-class Reading(FakeLearner):
+class Reading(SimulatedLearner):
     """Sparse actors agree the less, the fewer of a context's pages their records say they read."""
 
     def step_seconds(self, records):
@@ -265,7 +265,7 @@ class Rounded(Simulation):
     def make_learner(self):
         simulation = self
 
-        class Learner(FakeLearner):
+        class Learner(SimulatedLearner):
             async def train_step(self, step):
                 metrics = await super().train_step(step)
                 actors = simulation.actors.values()

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.loop.specs import ScheduleSpec
-from rlcore.simulate.loop import Scenario, simulate
 
 
 @pytest.mark.parametrize("eta", [0, 2])

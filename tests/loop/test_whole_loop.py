@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from rlcore.advisor.simulate.actors import Speed
+from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.simulate.actors import Speed
-from rlcore.simulate.loop import Scenario, simulate
 
 SCHEDULES = {
     "on_policy": {},

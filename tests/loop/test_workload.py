@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.advisor.simulate.clock import run_simulated
 from rlcore.loop.members import ActorPool, Member, Process, Roster, evaluation_id
 from rlcore.loop.timing import TurnLimit, in_turns
-from rlcore.simulate.clock import run_simulated
 
 PURPOSES = ("all", "training", "evaluation")
 

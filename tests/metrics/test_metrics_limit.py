@@ -3,8 +3,8 @@
 import pytest
 
 from rlcore.metrics.limit import limit_s, limit_share, sentence
-from rlcore.metrics.report import described
 from rlcore.metrics.run_folder import Run
+from rlcore.report.page import described
 
 # 1e9 parameters on 200 GFLOP/s, groups of 8
 FACTS = {"gflops": 200.0, "pass_gflop": 2.0, "trained_gflop": 6.0, "samples": 8}

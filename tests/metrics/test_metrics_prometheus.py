@@ -6,13 +6,13 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rlcore.advisor.simulate.clock import run_simulated
+from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.errors import UserError
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
 from rlcore.metrics.prometheus import PrometheusSink, exported_name, require_free
 from rlcore.metrics.specs import LoggingSpec
-from rlcore.simulate.clock import run_simulated
-from rlcore.simulate.loop import Scenario, Simulation
 
 HOST = "127.0.0.1"
 

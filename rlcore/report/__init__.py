@@ -1,0 +1,1 @@
+"""Pages and figures of finished runs: report, comparison, replay."""
