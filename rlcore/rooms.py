@@ -1,7 +1,7 @@
 """The rooms that a reader of the core may skip, and what the core calls of them.
 
 A contract of pyproject.toml holds that nothing but the command line and `rlcore.api` imports a
-room; the core looks up here what it needs of one, and imports it when it is called.
+room; the core looks up here what it needs of one, and the room is imported then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ ROOMS = {
     "report": "rlcore.report.compare:report",  # of a sweep's runs
     "write_report": "rlcore.report.page:write_report",  # at the end of a run
     "write_replay": "rlcore.report.replay_page:write_replay",
+    "make_renderer": "rlcore.agents.renderers:make_renderer",
+    "check_template": "rlcore.agents.renderers:check_template",
+    "conversation_form": "rlcore.agents.renderers:conversation_form",
+    "lost_roles": "rlcore.agents.renderers:lost_roles",
+    "worked_episode": "rlcore.agents.renderers:worked_episode",
+    "program_root": "rlcore.agents.shell_program:ROOT",
+    "put_away": "rlcore.agents.shell_program:put_away_of",
     "gpus": "rlcore.advisor.planner.gpus:GPUS",  # choices of keys
     "shapes": "rlcore.advisor.planner.gpus:SHAPES",
 }

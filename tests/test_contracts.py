@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from rlcore.agents.renderers import ChatRenderer, PlainRenderer
 from rlcore.cluster.transports import GroupTransport
 from rlcore.config.compose import load
 from rlcore.config.names import load_own
@@ -12,7 +13,6 @@ from rlcore.corrections.pipeline import build
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.environments.protocol import Environment, Renderer
-from rlcore.environments.renderers import ChatRenderer, PlainRenderer
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Correction, RolloutEngine, Task, TransportEnds, WeightTransport

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "rlcore"
 BASES = {*contributions.REGISTRIES, "GroupTransport", "Reward", "LogProbEstimator"}
 # Of what a run is made of by other means than a name: adapters and wrappers
 UNNAMED = {
-    "rlcore.environments.trl:TrlEnvironment",
+    "rlcore.agents.trl:TrlEnvironment",
     "rlcore.tasks.rewards.requests:RequestReward",
     "rlcore.weights.deltas:DeltaTransport",
 }

@@ -25,7 +25,6 @@ from rlcore.config.compose import check_resume
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
 from rlcore.config.unread import unread
-from rlcore.environments.renderers import conversation_form
 from rlcore.errors import Faults
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.loop import checkpoint
@@ -136,7 +135,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     yield "model", [_model(config, prepared)]
     yield "tasks", _tasks(config, prepared)
     if config.played:
-        yield "episodes", [conversation_form(prepared.tokenizer, config.model)]
+        yield "episodes", [from_room("conversation_form")(prepared.tokenizer, config.model)]
     yield "actors", _actors(config)
     yield "sampling", [_settings(config.rollout)]
     yield "corrections", list(_corrections(config))

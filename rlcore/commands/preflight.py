@@ -22,7 +22,6 @@ from rlcore.config.task_checks import mixed, rewards
 from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.corrections.shadow import build_shadows, refuse_further_needs
 from rlcore.environments import ENVIRONMENTS, environment_maker
-from rlcore.environments.renderers import check_template, lost_roles
 from rlcore.errors import Faults, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import (
@@ -42,6 +41,7 @@ from rlcore.models.text import encode_prompt, load_tokenizer, padding, split_sto
 from rlcore.objectives.specs import make_advantage, make_loss
 from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
+from rlcore.rooms import from_room
 from rlcore.spec import refuse
 from rlcore.tasks import make_task, remarks_of, tasks_with_tokens
 from rlcore.tasks.rewards.requests import api_key
@@ -208,7 +208,7 @@ def _remarks(
         yield from (f"{label}: {line}" for line in remarks_of(source.task))
         yield from (f"{label}: {line}" for line in source.remarks())
     for label in config.played:
-        yield from (f"{label}: {line}" for line in lost_roles(tokenizer, config.model))
+        yield from (f"{label}: {line}" for line in from_room("lost_roles")(tokenizer, config.model))
         yield from (f"{label}: {line}" for line in _room(config, label))
     yield from filter(None, (derived.mixed_answers(config), derived.near_floors(config)))
 
@@ -254,7 +254,7 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
     try:
         made = environment_maker(environment, task)()
         tools = bool(getattr(made, "offers_tools", False))
-        check_template(environment, tokenizer, config.model, tools=tools)
+        from_room("check_template")(environment, tokenizer, config.model, tools=tools)
     except UserError as error:
         # An environment knows the section `environment` alone, not that of a label.
         key = config.environment_key(label)

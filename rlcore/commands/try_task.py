@@ -24,7 +24,6 @@ from rlcore.commands.processes import environment_jobs
 from rlcore.commands.try_environment import TriedModel, try_episodes
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
-from rlcore.environments.renderers import check_template
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import PromptSource
@@ -36,6 +35,7 @@ from rlcore.models.text import (
     uses_template,
 )
 from rlcore.rollout.text import cut
+from rlcore.rooms import from_room
 from rlcore.spec import refuse
 from rlcore.tasks import remarks_of
 from rlcore.tasks.graders import Graders
@@ -99,7 +99,7 @@ def try_task(config: RunConfig, n: int, said: TriedModel = SCRIPTED) -> int:
     sources = training_sources(config, tasks, tokenizer)
     faults = 0
     for label, job in environment_jobs(config).items():
-        check_template(job.environment, tokenizer, job.template)
+        from_room("check_template")(job.environment, tokenizer, job.template)
         asked = config.rollout_of(label).sampling(), said
         items = _items(sources.pop(label), n)
         faults += try_episodes(job, tokenizer, tasks[label], items, asked)

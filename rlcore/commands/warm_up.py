@@ -20,7 +20,6 @@ from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.environments import environment_maker
-from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
 from rlcore.files import replace_file
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
@@ -32,6 +31,7 @@ from rlcore.models.specs import WarmUpSpec
 from rlcore.models.text import encode_text
 from rlcore.objectives.specs import TeacherSpec
 from rlcore.registry import load_object
+from rlcore.rooms import from_room
 from rlcore.seeding import derive_seed
 from rlcore.spec import refuse
 from rlcore.types import POLICY, Item
@@ -214,7 +214,7 @@ def _examples(
         if label not in makers:
             task = prompts.source(item.prompt_id).task
             makers[label] = environment_maker(job.environment, task)
-        return TokenSequence(*worked_episode(job, makers[label](), item, tokenizer))
+        return TokenSequence(*from_room("worked_episode")(job, makers[label](), item, tokenizer))
 
     return another
 

@@ -1,4 +1,4 @@
-"""Episodes of several turns: the protocol, renderers, and the processes that environments live in.
+"""Episodes of several turns: the protocol, and the processes that environments live in.
 
 `environment_maker` is the entry point; an environment's module is imported when it is named.
 """
@@ -19,17 +19,17 @@ ENVIRONMENTS: dict[str, str] = {
     "alphabet_sort": "rlcore.environments.games:AlphabetSortGame",
     "attempts": "rlcore.environments.attempts:Attempts",
     "calculator": "rlcore.environments.python_tool:Calculator",
-    "endpoint": "rlcore.environments.endpoint:Endpoint",
-    "gymnasium": "rlcore.environments.gymnasium_text:GymnasiumText",
+    "endpoint": "rlcore.agents.endpoint:Endpoint",
+    "gymnasium": "rlcore.agents.gymnasium_text:GymnasiumText",
     "higher_lower": "rlcore.environments.games:HigherLower",
-    "mcp": "rlcore.environments.mcp:McpTools",
-    "openenv": "rlcore.environments.openenv:OpenEnv",
+    "mcp": "rlcore.agents.mcp:McpTools",
+    "openenv": "rlcore.agents.openenv:OpenEnv",
     "python_tool": "rlcore.environments.python_tool:PythonTool",
     "rooms": "rlcore.environments.games:Rooms",
     "task": "rlcore.environments.attempts:OneTurn",
-    "textarena": "rlcore.environments.textarena:TextArena",
+    "textarena": "rlcore.agents.textarena:TextArena",
 }
-TRL = "rlcore.environments.trl:trl_maker"
+TRL = "rlcore.agents.trl:trl_maker"
 
 
 def _written_for_trl(cls: Any, spec: EnvironmentSpec) -> bool:

@@ -20,10 +20,10 @@ import numpy as np
 from rlcore.environments.episode import Conversation, EpisodeState, Played
 from rlcore.environments.processes import EnvironmentDied, EnvironmentServer, Link
 from rlcore.environments.protocol import Opening, Renderer
-from rlcore.environments.renderers import make_renderer
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import StageError
 from rlcore.models.text import decode_response, encode_text
+from rlcore.rooms import from_room
 from rlcore.seeding import derive_seed
 from rlcore.types import ActorKind, Request, ScoreStatus, Trajectory
 
@@ -133,7 +133,7 @@ class Play:
         self._guarded(episode, self._reset)
 
     def _renderer(self) -> Renderer:
-        return make_renderer(self._tokenizer, self._job.template, self._job.stop)
+        return from_room("make_renderer")(self._tokenizer, self._job.template, self._job.stop)
 
     def _reset(self, episode: EpisodeState) -> None:
         episode.link = self._linked()

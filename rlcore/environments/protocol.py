@@ -80,7 +80,7 @@ class Environment(ABC):
     process gives a failed score."""
 
     # Whether it runs a program of a user's that calls the model, several times at once if it likes
-    # (`environments/endpoint`). It then has the methods of `Endpoint` in place of `step`, is given
+    # (`agents/endpoint.py`). It then has the methods of `Endpoint` in place of `step`, is given
     # turns that cannot be read, as text, and what is left of the program ends with its process,
     # which plays no other episode.
     hosts_program: ClassVar[bool] = False

@@ -25,11 +25,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from rlcore.environments import environment_maker, shell_program
+from rlcore.environments import environment_maker
 from rlcore.environments.protocol import Action, Environment, Opening, Reply, ToolCall
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
+from rlcore.rooms import from_room
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.grades import as_grade
 from rlcore.tasks.grading_worker import (
@@ -46,7 +47,7 @@ from rlcore.tasks.isolation.executed import ArithmeticOnly
 from rlcore.types import Grade
 
 if TYPE_CHECKING:
-    from rlcore.environments.endpoint import Endpoint, ProgramCalls
+    from rlcore.agents.endpoint import Endpoint, ProgramCalls
 
 MAX_ERROR = 300  # characters
 MAX_TEXT = 1 << 16  # characters of a message that leave the process; tokens are counted later
@@ -96,7 +97,7 @@ class ForkServer:
         self._looked = 0.0  # at their memory; monotonic seconds
         # folders of theirs, which go when they end
         self._folders = tempfile.TemporaryDirectory(prefix="rlcore-environments-")
-        os.environ[shell_program.ROOT] = self._folders.name
+        os.environ[from_room("program_root")] = self._folders.name
 
     def run(self) -> None:
         """Until the other end of the control socket is closed; then every child is killed, with
@@ -168,7 +169,7 @@ class ForkServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # what it has started and left behind
                 self._children.discard(pid)
-                shell_program.put_away_of(pid, self._spec.args.get("keep"))
+                from_room("put_away")(pid, self._spec.args.get("keep"))
 
     def _serve(self, link: socket.socket) -> None:
         """In the child: one episode after the other, each with an instance of its own."""

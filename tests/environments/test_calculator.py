@@ -2,11 +2,11 @@
 
 import pytest
 
+from rlcore.agents.renderers import worked_episode
 from rlcore.config.compose import load
 from rlcore.environments import environment_maker
 from rlcore.environments.protocol import Action, ToolCall
 from rlcore.environments.python_tool import Calculator, calculate
-from rlcore.environments.renderers import worked_episode
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from environment_fakes import ScriptedSampler, ask
 
+from rlcore.agents.renderers import worked_episode
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action, ToolCall
-from rlcore.environments.renderers import worked_episode
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer

@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rlcore.agents.renderers import make_renderer
 from rlcore.commands.warm_up import example
 from rlcore.environments.attempts import OneTurn
 from rlcore.environments.protocol import Opening
-from rlcore.environments.renderers import make_renderer
 from rlcore.errors import UserError
 from rlcore.loop.prompts import PromptSource
 from rlcore.models.fresh import build_char_tokenizer

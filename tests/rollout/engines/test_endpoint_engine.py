@@ -11,7 +11,7 @@ import pytest
 from engine_helpers import model_logp
 from timing import deadline
 
-from rlcore.environments.families import family_of, read_turn
+from rlcore.agents.families import family_of, read_turn
 from rlcore.environments.player import EpisodePlayer, Exits
 from rlcore.environments.protocol import ToolCall, tool_schema
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
@@ -26,7 +26,7 @@ from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
 
-FAKES = Path(__file__).parents[2] / "environments" / "agent_fakes.py"
+FAKES = Path(__file__).parents[2] / "agents" / "agent_fakes.py"
 TURNS = 3
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from timing import deadline
 
+from rlcore.agents.mcp import McpTools, ServerFailed
 from rlcore.environments import environment_maker
-from rlcore.environments.mcp import McpTools, ServerFailed
 from rlcore.environments.protocol import Action, ToolCall
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError

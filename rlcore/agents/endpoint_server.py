@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlcore.environments.endpoint_forms import FORMS, ChatForm, Form
-from rlcore.environments.endpoint_http import MODEL, Refused
+from rlcore.agents.endpoint_forms import FORMS, ChatForm, Form
+from rlcore.agents.endpoint_http import MODEL, Refused
 
 MAX_BODY = 16 << 20  # bytes
 STREAMED = "text/event-stream"

@@ -7,9 +7,9 @@ import json
 import pytest
 from timing import deadline
 
-from rlcore.environments.endpoint import Endpoint
-from rlcore.environments.endpoint_http import Refused, Sampling, answered, cleaned, read_request
-from rlcore.environments.endpoint_server import Address, Answered, SessionServer
+from rlcore.agents.endpoint import Endpoint
+from rlcore.agents.endpoint_http import Refused, Sampling, answered, cleaned, read_request
+from rlcore.agents.endpoint_server import Address, Answered, SessionServer
 from rlcore.environments.protocol import Action, ToolCall
 from rlcore.errors import UserError
 from rlcore.tasks import make_task

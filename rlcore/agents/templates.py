@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rlcore.environments.families import ToolFamily, family_of, refuse_harmony, thoughts_of
+from rlcore.agents.families import ToolFamily, family_of, refuse_harmony, thoughts_of
 from rlcore.environments.protocol import Message
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-from rlcore.environments.endpoint_http import (
+from rlcore.agents.endpoint_http import (
     MODEL,
     ChatRequest,
     Refused,
@@ -26,10 +26,10 @@ from rlcore.environments.endpoint_http import (
     cleaned,
     read_request,
 )
-from rlcore.environments.endpoint_server import Address, Answered, SessionServer
+from rlcore.agents.endpoint_server import Address, Answered, SessionServer
+from rlcore.agents.shell_program import shell_program
+from rlcore.agents.trl import accepted
 from rlcore.environments.protocol import Action, Environment, Message, Opening, Reply
-from rlcore.environments.shell_program import shell_program
-from rlcore.environments.trl import accepted
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.registry import LoadError, load_object

@@ -6,9 +6,9 @@ import pytest
 from environment_fakes import ScriptedSampler, ask, make_job
 from timing import deadline
 
+from rlcore.agents.renderers import make_renderer
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Opening, ToolCall, answer_calls, tool_schema
-from rlcore.environments.renderers import make_renderer
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt, load_tokenizer

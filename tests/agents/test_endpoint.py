@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing import deadline
 
-from rlcore.config.compose import absolute, load
-from rlcore.environments import environment_maker
-from rlcore.environments.endpoint_forms import FORMS
-from rlcore.environments.endpoint_http import (
+from rlcore.agents.endpoint_forms import FORMS
+from rlcore.agents.endpoint_http import (
     ROLES,
     Sampling,
     answered,
     read_request,
 )
-from rlcore.environments.endpoint_server import Answered, SessionServer
+from rlcore.agents.endpoint_server import Answered, SessionServer
+from rlcore.agents.renderers import check_template
+from rlcore.config.compose import absolute, load
+from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action
-from rlcore.environments.renderers import check_template
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer

@@ -7,7 +7,7 @@ from family_fakes import GLM, LLAMA, TEMPLATES, UNKNOWN, XML, add, tokenizer_wit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.environments.families import (
+from rlcore.agents.families import (
     FAMILIES,
     THOUGHTS,
     family_of,
@@ -15,8 +15,8 @@ from rlcore.environments.families import (
     read_turn,
     split_thought,
 )
+from rlcore.agents.renderers import make_renderer
 from rlcore.environments.protocol import Opening, ToolCall, tool_schema
-from rlcore.environments.renderers import make_renderer
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec
 

@@ -22,16 +22,16 @@ from family_fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.environments.families import FAMILIES
-from rlcore.environments.protocol import Opening, tool_schema
-from rlcore.environments.renderers import (
+from rlcore.agents.families import FAMILIES
+from rlcore.agents.renderers import (
     check_template,
     conversation_form,
     lost_roles,
     make_renderer,
 )
+from rlcore.agents.templates import probed
+from rlcore.environments.protocol import Opening, tool_schema
 from rlcore.environments.specs import EnvironmentSpec
-from rlcore.environments.templates import probed
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from rlcore.environments.endpoint_http import MODEL, Refused, chunks
+from rlcore.agents.endpoint_http import MODEL, Refused, chunks
 
 Body = Mapping[str, Any]
 Event = tuple[str, dict[str, Any]]  # the event's name, "" for none, and its data

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.environments.families import HERMES, Said, read_turn
+from rlcore.agents.families import HERMES, Said, read_turn
+from rlcore.agents.templates import probed
 from rlcore.environments.protocol import Action, Environment, Message, Opening, Renderer
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
-from rlcore.environments.templates import probed
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import (

@@ -14,9 +14,9 @@ from agent_fakes import TEMPLATE
 from environment_fakes import ScriptedSampler, ask
 from timing import deadline
 
+from rlcore.agents.shell_program import shell_program
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
-from rlcore.environments.shell_program import shell_program
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer
