@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from rlcore.metrics.rows import run_rows
 
 
 @dataclass(slots=True)
@@ -76,9 +77,8 @@ def rlcore(
 
 
 def read_rows(run_dir: str | Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run directory."""
-    path = Path(run_dir) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The rows of a run directory, with all columns."""
+    return run_rows(run_dir)
 
 
 def tree_memory(pid: int) -> dict[str, float]:

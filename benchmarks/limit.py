@@ -32,7 +32,7 @@ from peers import ASYNC, LOADS, ON_POLICY, QUIET, SKIPPED, Load, job_of
 
 from rlcore.cluster.kernels import KERNELS, Shape, common_shapes
 from rlcore.metrics.limit import limit_share
-from rlcore.metrics.rows import read_rows
+from rlcore.metrics.rows import run_rows
 from rlcore.models.folder import read_shapes
 from rlcore.spare_cores import cores
 
@@ -133,7 +133,7 @@ def measure(
     run_dir = place.with_name(f"{place.name}-{os.getpid()}")
     about = json.loads((run_dir / "about.json").read_text())
     about["limit"] |= {"gflops": gflops}
-    share = limit_share(about, read_rows(run_dir / "metrics.jsonl"), SKIPPED[who])
+    share = limit_share(about, run_rows(run_dir), SKIPPED[who])
     step_s = statistics.mean(found["step_s"][SKIPPED[who] :])
     return {"step_s": step_s, "limit_s": share * step_s, "limit / step": share}
 

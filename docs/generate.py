@@ -132,7 +132,8 @@ def metrics() -> str:
         ]
         for metric in members:
             healthy = metric.healthy or "describes the run"
-            cells = (f"`{metric.name}`", metric.unit, metric.meaning, healthy, metric.otherwise)
+            meaning = metric.meaning + ("; in details.jsonl" if metric.detail else "")
+            cells = (f"`{metric.name}`", metric.unit, meaning, healthy, metric.otherwise)
             lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join([*lines[1:], ""])
 

@@ -54,10 +54,10 @@ class RunResult:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl: one dictionary a step, by metric."""
-        from rlcore.metrics.rows import read_rows
+        """metrics.jsonl and details.jsonl: one dictionary a step, by metric."""
+        from rlcore.metrics.rows import run_rows
 
-        return read_rows(self.folder / "metrics.jsonl")
+        return run_rows(self.folder)
 
     @property
     def metrics(self) -> DataFrame:

@@ -14,6 +14,8 @@ from pathlib import Path
 from reference import LIMITS, where_they_agree
 from setting import Row, Setting
 
+from rlcore.metrics.rows import run_rows
+
 STEPS = 3
 COMMON = (
     "experiment=quickstart",
@@ -96,7 +98,7 @@ def command(s: Setting, part: str, name: str, words: Sequence[str]) -> None:
 
 
 def metrics(run_dir: Path) -> list[Row]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return run_rows(run_dir)
 
 
 def pair(s: Setting) -> None:

@@ -42,7 +42,7 @@ from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
 from rlcore.metrics.limit import limit_share, sentence
-from rlcore.metrics.rows import Row, read_rows
+from rlcore.metrics.rows import Row, run_rows
 from rlcore.metrics.run_folder import records
 
 DIFFERENT = 0.8  # mean acceptance above which rejecting tokens changes little
@@ -195,7 +195,7 @@ def probe(config: RunConfig, *, fresh: bool = False, whole: bool = False) -> Pro
                 train(config)
             except (StageError, DeadlineExceeded, OSError) as e:
                 error = str(e)
-        rows = read_rows(run / "metrics.jsonl")
+        rows = run_rows(run)
         found = [r for file in sorted((run / "samples").glob("step_*")) for r in records(file)]
         told = json.loads((run / ABOUT).read_text()) if rows else {}
     seconds = time.monotonic() - began

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rlcore.commands.watch import course_of
 from rlcore.config.schema import RunConfig
 from rlcore.metrics.digest import number
-from rlcore.metrics.rows import read_rows
+from rlcore.metrics.rows import run_rows
 from rlcore.metrics.rules.policy import HOLDS
-from rlcore.metrics.sinks import METRICS
 from rlcore.metrics.step_lengths import step_lengths
 
 STALENESS = (1, 2, 4, 8, 16)  # steps that a rate is given for, and the run's own
@@ -30,7 +28,7 @@ def doctor_run(config: RunConfig, *, as_json: bool) -> int:
 
 def diagnosed(config: RunConfig) -> dict[str, Any]:
     """kappa and the rates by staleness; without "kappa" where no row has a measure."""
-    rows = read_rows(Path(config.run_dir) / METRICS)
+    rows = run_rows(config.run_dir)
     bound, lr = config.learner.step_bound or HOLDS, config.learner.lr
     found: dict[str, Any] = {"run": config.run_dir, "steps": len(rows), "bound": bound, "lr": lr}
     largest = step_lengths(rows, bound)

@@ -34,7 +34,7 @@ from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
-from rlcore.metrics.rows import read_rows
+from rlcore.metrics.rows import run_rows
 from rlcore.models.folder import read_config
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
@@ -528,7 +528,7 @@ def _read_run(name: str) -> tuple[RunConfig, MeasuredRun]:
     ((label, actor),) = config.actor.items()
     run = MeasuredRun(
         name,
-        read_rows(folder / "metrics.jsonl"),
+        run_rows(folder),
         label,
         max_running=actor.max_num_seqs,
         max_tokens=config.rollout.max_new_tokens,

@@ -14,7 +14,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.loop.shares import KindRate
 from rlcore.metrics.digest import number
-from rlcore.metrics.rows import read_rows
+from rlcore.metrics.rows import run_rows
 
 Rates = dict[str, dict[str, KindRate]]  # for each actor-second and unit of money, by label
 UNKNOWN = (
@@ -46,7 +46,7 @@ def measured_kinds(sources: str, config: RunConfig) -> Rates:
 def _read(source: Path, given: str) -> Rates:
     if (source / "config.yaml").is_file():
         config = load([f"run_dir={source}", "resume=auto"])
-        return kind_rates(read_rows(source / "metrics.jsonl"), config.actor)
+        return kind_rates(run_rows(source), config.actor)
     try:
         run = json.loads(source.read_text())["run"]
         return {

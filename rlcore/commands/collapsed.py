@@ -12,9 +12,8 @@ from rlcore.errors import Collapsed
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.metrics.digest import number
-from rlcore.metrics.rows import read_rows
+from rlcore.metrics.rows import run_rows
 from rlcore.metrics.rules.policy import holding_rate
-from rlcore.metrics.sinks import METRICS
 
 RECORD = "rollbacks.json"  # of a run directory: what `rollbacks` reads
 
@@ -72,7 +71,7 @@ def slowed(config: RunConfig) -> RunConfig:
 
 def _stopped(config: RunConfig, error: Collapsed, times: int) -> Collapsed:
     run_dir = Path(config.run_dir)
-    rows = read_rows(run_dir / METRICS)
+    rows = run_rows(run_dir)
     left = checkpoint.set_aside(run_dir / "checkpoints", error.alarm)
     rate = holding_rate(rows, error.alarm, config.logging.warnings)
     now = rate_of(config)

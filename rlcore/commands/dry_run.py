@@ -359,6 +359,7 @@ def _writes(config: RunConfig) -> list[str]:
         "config.yaml": "this configuration",
         "about.json": "machine, commit, versions, shortcuts that were compared",
         "metrics.jsonl": "one row a step",
+        "details.jsonl": "its further columns" if logging.detail == "full" else "",
         "timeline.jsonl": "who worked and who waited in the last steps",
         "checkpoints/": f"{when}, {'and' if spec.at_end else 'not'} at the end; newest {spec.keep}",
         "samples/": f"of {logging.samples_per_step} groups of each step, of the first one all",

@@ -29,7 +29,7 @@ from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
 from rlcore.metrics.intervals import wilson
 from rlcore.metrics.names import is_accuracy, size_of
-from rlcore.metrics.rows import Row, read_rows
+from rlcore.metrics.rows import Row, run_rows
 from rlcore.models.carried import complete_tokenizer
 from rlcore.models.folder import read_shapes
 from rlcore.spec import refuse
@@ -233,7 +233,7 @@ def model_card(config: RunConfig, base: str, step: int, weights: str = "as train
     It contains only facts that the run's folder records.
     """
     run_dir = Path(config.run_dir)
-    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if (row["step"] or 0) <= step]
+    rows = [row for row in run_rows(run_dir) if (row["step"] or 0) <= step]
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["rlcore", "rl"]}
     if config.model.path is not None:
         head["base_model"] = Path(base).name

@@ -28,7 +28,7 @@ from rlcore.errors import UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Plan
 from rlcore.metrics.health import RECORDER
-from rlcore.metrics.rows import Row, read_rows
+from rlcore.metrics.rows import Row, run_rows
 from rlcore.rooms import from_room
 from rlcore.serialization import load_trajectory
 
@@ -137,7 +137,7 @@ def _unrecorded(config: RunConfig) -> RunConfig:
 
 
 def _row(config: RunConfig, step: int) -> Row:
-    rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
+    rows = run_rows(config.run_dir)
     for row in rows:
         if row.get("step") == step:
             return row

@@ -18,9 +18,9 @@ from rlcore.interfaces import Reporter, Span
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.health import ALARM, Alarm, Health, add_warned
 from rlcore.metrics.log import LogSink
-from rlcore.metrics.rows import Row, read_rows, sanitize
+from rlcore.metrics.names import split_row
+from rlcore.metrics.rows import Row, run_rows, sanitize
 from rlcore.metrics.sinks import (
-    METRICS,
     NO_WANDB,
     Decoded,
     JsonlSink,
@@ -107,7 +107,7 @@ class RunHealth(Sink):
 
     def resume_at(self, step: int) -> None:
         # after JsonlSink, whose rows these are: their alarms have been given
-        rows = read_rows(self._run_dir / METRICS)
+        rows = run_rows(self._run_dir)
         self.health.resume(rows)
         self._short.resume(rows)
 
@@ -128,8 +128,12 @@ class MetricsLogger:
         sinks: Sequence[Sink],
         clock: Callable[[], float] = time.monotonic,
         health: RunHealth | None = None,
+        *,
+        full: bool = True,
     ) -> None:
-        """`health`: judges each row; None: nobody does."""
+        """`health`: judges each row; None: nobody does. `full`: False keeps the columns of
+        details.jsonl from every sink."""
+        self._full = full
         self.sinks = list(sinks)
         self._health = health
         self._clock = clock
@@ -142,6 +146,8 @@ class MetricsLogger:
         judge = self._health
         if judge is not None:  # before the others, to whom the row says how it was judged
             self._do(judge, lambda sink: sink.log(clean))
+        if not self._full:
+            clean, _ = split_row(clean)
         try:
             self._each(lambda sink: sink.log(clean))
         except OwnershipLost:
@@ -272,7 +278,8 @@ def open_logger(
     run_dir.mkdir(parents=True, exist_ok=True)
     status = StatusSink(run_dir, total_steps)
     log = LogSink(run_dir, total_steps)
-    rows = JsonlSink(run_dir, guard, lambda text: logger.note(text))
+    full = spec.detail == "full"
+    rows = JsonlSink(run_dir, guard, lambda text: logger.note(text), full=full)
     sinks: list[Sink] = [rows, log, SamplesSink(run_dir), TimelineSink(run_dir), status]
     if spec.console != "off":
         live = spec.console == "live"
@@ -290,7 +297,7 @@ def open_logger(
         MetricsLogger(sinks).close()
         raise
     judge = None if health is None else RunHealth(run_dir, health)
-    logger = MetricsLogger(sinks, health=judge)
+    logger = MetricsLogger(sinks, health=judge, full=full)
     if spec.wandb is None and wandb_mode(spec) == "disabled":
         logger.note(f"W&B is {NO_WANDB}")
     return logger

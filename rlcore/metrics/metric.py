@@ -21,6 +21,23 @@ BY_KIND = (
     "step_bound",
 )
 
+# Beginnings of metrics that explain the others: columns of details.jsonl, not of metrics.jsonl.
+EXPLAINING = (
+    *("staleness/share_", "train/positions", "train/sequence", "train/flat_positions"),
+    *("mismatch/eighth_", "mismatch/stretch_", "mismatch/ratio_", "mismatch/abs_dlogp_p"),
+    *("mismatch/abs_dprob", "mismatch/agreement", "mismatch/below_", "mismatch/tokens"),
+    *("mismatch/truncated", "mismatch/masked", "mismatch/veto", "mismatch/nonfinite"),
+    *("mismatch/unstored", "mismatch/unlikely", "mismatch/unknown", "mismatch/floor_tokens"),
+    *("mismatch/floor_mass", "mismatch/fixed_share", "mismatch/repeated_share", "mismatch/bias2"),
+    *("mismatch/variance_added", "mismatch/z_approx", "mismatch/kappa", "mismatch/ais_alpha_"),
+    *("train/acceptance_", "teacher/divergence_quarter_", "engine/", "colocated/", "publish/"),
+    *("time/publish_receive", "time/publish_drain", "time/publish_stop", "time/fetch_s"),
+    *("time/learner_", "time/shadow", "time/asleep", "time/sleep", "time/wake", "time/teacher_"),
+    *("time/score_lag", "checkpoint/interval", "rollout/migrated"),
+    *("buffer/bytes", "buffer/duplicates", "buffer/late", "buffer/unreadable", "buffer/resampled"),
+    *("buffer/arrived_tokens", "buffer/arrived_re"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -41,6 +58,11 @@ class Metric:
     def by_kind(self) -> bool:
         """True if a run with several kinds of actors has it under `name@<kind>`, too."""
         return self.name.partition("/")[0] in BY_KIND
+
+    @property
+    def detail(self) -> bool:
+        """True if details.jsonl has it, and metrics.jsonl has not."""
+        return self.name.startswith(EXPLAINING)
 
     def covers(self, name: str) -> bool:
         """Return whether this declaration covers `name`, compared segment by segment."""

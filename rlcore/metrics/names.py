@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from rlcore.metrics.learner_metrics import LEARNER_METRICS
 from rlcore.metrics.metric import Metric, Reduction
 from rlcore.metrics.mismatch_metrics import MISMATCH_METRICS
 from rlcore.metrics.sample_metrics import SAMPLE_METRICS
 from rlcore.metrics.system_metrics import SYSTEM_METRICS
+
+Value = TypeVar("Value")
 
 METRICS: tuple[Metric, ...] = (
     *SAMPLE_METRICS,
@@ -47,6 +50,16 @@ def split_kind(name: str) -> tuple[str, str]:
     pooled, _, kind = name.rpartition("@")
     metric = declared(pooled) if pooled else None
     return (pooled, kind) if metric is not None and metric.by_kind and kind else (name, "")
+
+
+def split_row(row: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+    """The columns of metrics.jsonl and those of details.jsonl; both have the step."""
+    brief: dict[str, Value] = {}
+    details = {"step": row["step"]} if "step" in row else {}
+    for name, value in row.items():
+        metric = declared(name)
+        (details if metric is not None and metric.detail else brief)[name] = value
+    return brief, details
 
 
 def is_accuracy(name: str) -> bool:

@@ -1,5 +1,5 @@
-"""metrics.jsonl: one JSON object a learner step, without duplicates, readable while it is being
-written. There are gaps only where rows were lost before a resume."""
+"""metrics.jsonl and details.jsonl: one JSON object a learner step, without duplicates, readable
+while they are being written. There are gaps only where rows were lost before a resume."""
 
 from __future__ import annotations
 
@@ -154,6 +154,20 @@ def read_rows(path: str | Path) -> list[Row]:
     Raises UserError for a broken line elsewhere.
     """
     return RowTail(path).new()
+
+
+METRICS = "metrics.jsonl"  # of a run directory; also of the copy in each checkpoint
+DETAILS = "details.jsonl"  # the other columns of its rows, with logging.detail=full
+
+
+def run_rows(folder: str | Path) -> list[Row]:
+    """The rows of a run directory with all their columns, while they may still be written.
+
+    Raises UserError for a broken line.
+    """
+    folder = Path(folder)
+    further = {row["step"]: row for row in read_rows(folder / DETAILS)}
+    return [{**row, **further.get(row["step"], {})} for row in read_rows(folder / METRICS)]
 
 
 def _parsed(lines: Sequence[str], path: Path, before: int) -> list[Row]:

@@ -14,7 +14,7 @@ from rlcore.errors import UserError
 from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.logger import read_timeline
 from rlcore.metrics.names import combine, declared
-from rlcore.metrics.rows import Row, read_rows
+from rlcore.metrics.rows import Row, run_rows
 
 MAX_POINTS = 1000  # points a curve at most
 MAX_SAMPLES = 64  # of one step, or one evaluation
@@ -68,7 +68,7 @@ def read_run(folder: Path, judge: Judge | None = None) -> Run:
     directory."""
     require_run(folder)
     config = folder / "config.yaml"
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = run_rows(folder)
     return Run(
         name=folder.resolve().name,
         folder=folder,

@@ -25,7 +25,8 @@ from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.files import replace_file
 from rlcore.interfaces import Callback, Span
 from rlcore.metrics.health import Alarm
-from rlcore.metrics.rows import Row, RowFile, read_rows
+from rlcore.metrics.names import split_row
+from rlcore.metrics.rows import DETAILS, METRICS, Row, RowFile, read_rows, run_rows
 from rlcore.metrics.specs import LoggingSpec
 
 Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
@@ -89,36 +90,48 @@ def unguarded() -> None:
     """No guard: the folder has no owner."""
 
 
-METRICS = "metrics.jsonl"  # also of the copy in each checkpoint
-
-
 class JsonlSink(Sink):
-    """metrics.jsonl of a run directory."""
+    """metrics.jsonl of a run directory, and details.jsonl with the columns that explain it."""
 
     title = "metrics.jsonl"
     required = True
 
     def __init__(
-        self, run_dir: Path, guard: Callable[[], None], note: Callable[[str], None]
+        self,
+        run_dir: Path,
+        guard: Callable[[], None],
+        note: Callable[[str], None],
+        *,
+        full: bool = True,
     ) -> None:
-        """`guard`: raises OwnershipLost once the directory is another command's."""
+        """`guard`: raises OwnershipLost once the directory is another command's. `full`: write
+        details.jsonl."""
         self.rows = RowFile(run_dir / METRICS)
+        self._details = RowFile(run_dir / DETAILS) if full else None
         self._run_dir = run_dir
         self._guard = guard
         self._note = note
 
     def log(self, row: Row) -> None:
         self._guard()
-        self.rows.log(row)
+        brief, details = split_row(row)
+        # first, and once where the row is logged again after a full disk: no row lacks its details
+        if self._details is not None and self._details.last_step != row["step"]:
+            self._details.log(details)
+        self.rows.log(brief)
 
     def resume_at(self, step: int) -> None:
         self._guard()
         checkpoint = self._run_dir / "checkpoints" / f"step_{step:06d}"
         if missing := self.rows.truncate_after(step, checkpoint / METRICS):
             self._note(missing)
+        if self._details is not None:
+            self._details.truncate_after(step)
 
     def close(self) -> None:
         self.rows.close()
+        if self._details is not None:
+            self._details.close()
 
 
 class SamplesSink(Sink):
@@ -273,7 +286,7 @@ class WandbSink(Sink):
             return
         self._id_file.write_text(secrets.token_hex(4))
         begin = partial(self._begin, self._id_file.read_text())
-        kept = [row for row in read_rows(self._metrics) if (row["step"] or 0) <= step]
+        kept = [row for row in run_rows(self._metrics.parent) if (row["step"] or 0) <= step]
 
         def call() -> None:
             self._run.finish(exit_code=1)

@@ -129,6 +129,11 @@ class LoggingSpec(Spec):
     samples_per_step: int = setting(
         4, "groups of each step in samples/: one sample of each, of the first one all", ge=0
     )
+    detail: Literal["full", "brief"] = setting(
+        "full",
+        "full: percentiles, parts of times and of the mismatch go to details.jsonl and to every "
+        "tracker, beside the columns of metrics.jsonl; brief: nowhere",
+    )
     report: bool = setting(True, "write report.html at the end")
     warnings: WarningsSpec = WarningsSpec()
     recorder: RecorderSpec = RecorderSpec()

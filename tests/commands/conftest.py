@@ -20,7 +20,7 @@ import pytest
 from local_run import WarmProcess
 from timing import deadline, wait_until
 
-from rlcore.metrics.rows import read_rows
+from rlcore.metrics.rows import run_rows
 
 SMALL = (
     "experiment=quickstart",
@@ -177,8 +177,8 @@ def small(warm_cache):
 
 
 def rows(run_dir: Path):
-    """Rows of metrics.jsonl so far, which may be written to meanwhile."""
-    return read_rows(run_dir / "metrics.jsonl")
+    """The rows so far, with all columns, which may be written to meanwhile."""
+    return run_rows(run_dir)
 
 
 def without_times(row):

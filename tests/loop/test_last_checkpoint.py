@@ -31,7 +31,7 @@ QUIET = LoggingSpec(console="plain", wandb="disabled")
 COURSE = Course(staleness_bound=1, takes_turns=False)
 # Each place at which a run touches its folder while it trains, and where what is written goes.
 WRITES = {
-    "rlcore.metrics.rows.RowFile._append": "metrics.jsonl",
+    "rlcore.metrics.rows.RowFile._append": "details.jsonl",
     "rlcore.metrics.sinks.replace_file": "samples/",
     "rlcore.metrics.logger.TimelineSink.timeline": "timeline.jsonl",
     "rlcore.metrics.log.LogSink._write": "log.jsonl",

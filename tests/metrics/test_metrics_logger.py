@@ -167,7 +167,7 @@ def test_once_the_folder_is_another_command_s_nothing_more_is_written_to_it(tmp_
             logger.log({"step": 2})
         finally:
             logger.note("goodbye")
-    assert written() == before and len(before) == 3
+    assert written() == before and len(before) == 4
 
 
 def test_the_log_has_what_was_said_with_date_and_role_and_is_begun_anew_when_it_is_long(tmp_path):
