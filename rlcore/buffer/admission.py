@@ -243,6 +243,11 @@ class StalenessBound:
         return max(self.steps_per_publish, self.phases.steps) - 1 + self.max_staleness
 
     @property
+    def behind(self) -> int:
+        """The largest staleness of a token as the phase begins that trains on it."""
+        return self.cap - (self.phases.steps - 1)
+
+    @property
     def synchronous(self) -> bool:
         return self.max_staleness == 0
 

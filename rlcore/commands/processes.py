@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from rlcore.buffer import ReplayBuffer
-from rlcore.buffer.admission import MIB, ByteLimit
+from rlcore.buffer.admission import MIB, ByteLimit, StalenessBound
 from rlcore.buffer.specs import TaskShare
 from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.clients.scorer import RayNodeScorers
@@ -374,7 +374,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
-        in_flight=config.schedule.max_staleness,
+        in_flight=StalenessBound.of(config.schedule).behind,
         threads=derived.stated_threads(config),
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
@@ -438,7 +438,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
-        in_flight=config.schedule.max_staleness,
+        in_flight=StalenessBound.of(config.schedule).behind,
         threads=derived.stated_threads(config),
         frozen_path=model_path,
     )

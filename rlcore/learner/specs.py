@@ -517,7 +517,7 @@ class LearnerJob:
     total_steps: int  # optimizer steps of the run, for the learning-rate schedule
     run_seed: int
     pad_id: int
-    in_flight: int = 0  # schedule.max_staleness: steps that samples may be behind
+    in_flight: int = 0  # steps that samples may be behind as their phase begins
     threads: int | None = None  # compute threads of a rank; None: learner.threads
     follows_load: bool = False  # more threads, up to learner.max_threads, while cores idle
     sparse: SparseSpec | None = None  # the actors' rule, where the learner attends by it

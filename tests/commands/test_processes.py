@@ -100,6 +100,24 @@ def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
     assert bounded == (2 if threads == 8 else None if threads == 2 else config.learner.max_threads)
 
 
+@pytest.mark.parametrize(
+    ("words", "behind"),
+    [
+        (("schedule=on_policy",), 0),
+        (("schedule=async", "schedule.max_staleness=4"), 4),
+        (("schedule=fixed_lag", "schedule.lag=3"), 3),
+        # a phase begins with fresh samples, and its later steps are no lateness of theirs
+        (("schedule=on_policy", "schedule.steps_per_phase=2", "schedule.epochs=2"), 0),
+        (("schedule=async", "schedule.max_staleness=4", "schedule.steps_per_phase=4"), 4),
+        # samples wait for a publication
+        (("schedule=on_policy", "schedule.steps_per_publish=4", "schedule.steps_per_phase=1"), 3),
+        (("schedule=async", "schedule.max_staleness=2", "schedule.steps_per_publish=3"), 4),
+    ],
+)
+def test_the_learner_knows_how_late_samples_may_be_as_their_phase_begins(words, behind):
+    assert processes.policy_job(run(*words), "model", 0).in_flight == behind
+
+
 def test_weights_are_rounded_and_exported_as_one_actor_serves_them():
     two = "actor=[fp8,bf16]", "actor.fp8.rounding=int4", "actor.fp8.precise_layers=1"
     config = run(*two, "learner.round_as=fp8")
