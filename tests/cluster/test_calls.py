@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -52,6 +53,18 @@ def test_a_failed_call_keeps_the_message_of_another_library():
 def test_a_call_that_takes_too_long_names_its_key():
     with pytest.raises(DeadlineExceeded, match=r"waited 0.01 s for it \(a.key=0.01\)"):
         asyncio.run(call(asyncio.sleep(5), timeout_s=0.01, what="it", key="a.key"))
+
+
+def test_a_process_that_stood_still_reads_an_answer_that_came_meanwhile():
+    async def stands_still():
+        answer = asyncio.get_running_loop().create_future()
+        asked = asyncio.ensure_future(call(answer, timeout_s=0.4, what="it", key="a.key"))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon_threadsafe(answer.set_result, 7)
+        time.sleep(0.6)  # longer than the deadline
+        return await asked
+
+    assert asyncio.run(stands_still()) == 7
 
 
 def test_the_buffers_client_passes_on_all_that_the_buffer_says_of_failed_scores():

@@ -2,6 +2,7 @@
 test_slurm.py."""
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -168,6 +169,17 @@ def test_ray_starts_on_every_node_then_the_run_then_ray_ends(allocation):
     again = ["resume=auto", "takeover_after_s=60"]
     assert words == ["train", *WORDS, *again, "cluster.address=10.0.0.1:20007"]
     assert "greeting a 'b' c" in found and REQUEUED not in found and "auth token 64" in found
+
+
+@pytest.mark.processes
+def test_the_job_s_processes_may_open_as_many_files_as_the_node_allows(allocation):
+    def low(script):
+        return script.replace("#!/usr/bin/env bash\n", "#!/usr/bin/env bash\nulimit -Sn 200\n", 1)
+
+    process, log = allocation(edit=low, RUN='echo "files $(ulimit -Sn)" >> "$LOG"')
+    assert process.wait(deadline(30)) == 0
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert f"files {most}" in lines(log) and most > 200
 
 
 @pytest.mark.processes
