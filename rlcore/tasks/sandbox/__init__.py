@@ -33,7 +33,8 @@ END_S = 10.0  # a killed process that still exists after this is stuck in the ke
 # The modules of this folder under a name of their own: the process has no site-packages and must
 # not import the rest of rlcore.
 BOOT = (
-    "import importlib, sys, types\n"
+    "import importlib, os, sys, types\n"
+    "del os.environ['LD_BIND_NOW']\n"
     "package = types.ModuleType('sandbox')\n"
     "package.__path__ = [sys.argv[1]]\n"
     "sys.modules['sandbox'] = package\n"
@@ -44,6 +45,7 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     # its threads would count as the program's, and each reserves address space
     "OPENBLAS_NUM_THREADS": "1",
+    "LD_BIND_NOW": "1",  # or every fork looks the same symbols up
 }
 
 

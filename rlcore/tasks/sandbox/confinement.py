@@ -21,13 +21,14 @@ import os
 import platform
 import resource
 import struct
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 
 LAYERS = ("limits", "capabilities", "landlock", "tmpfs", "seccomp")
 LIBC = ctypes.CDLL(None, use_errno=True)
+# looked up here, or every fork does it
+PRCTL, CAPSET, SYSCALL = LIBC.prctl, LIBC.capset, LIBC.syscall
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
@@ -44,7 +45,7 @@ STREAMS = {
 SEMAPHORES = "/dev/shm"  # files of named ones, which pools of threads have
 ROOT_MIB, ROOT_FILES = 1, 1000  # folders that lead to what is bound
 PROBE_S = 20.0
-CAPABILITY_V3 = 0x20080522
+NO_CAPABILITIES = struct.pack("II", 0x20080522, 0), bytes(24)  # of version 3
 # the same numbers on every architecture
 LANDLOCK_CREATE = 444
 LANDLOCK_ADD_RULE = 445
@@ -58,7 +59,7 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 ALLOW = 0x7FFF0000
 KILL = 0x80000000
 FAIL = 0x00050000
-LOAD, JUMP_EQ, JUMP_SET, RETURN = 0x20, 0x15, 0x45, 0x06
+LOAD, JUMP, JUMP_EQ, JUMP_FROM, JUMP_SET, RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 CLONE, CLONE3, CLONE_THREAD = 56, 435, 0x00010000
 # Commands of calls that also do more than a program needs: owners of a file's signals could be
 # anyone's processes.
@@ -108,6 +109,8 @@ def available() -> tuple[str, ...]:
 @cache
 def _has_own_mounts() -> bool:
     """True if a process may mount a tmpfs that it alone sees, tried in a process of its own."""
+    import subprocess  # not in the server: what it imports costs every fork of it
+
     probe = [sys.executable, "-I", "-S", __file__]
     ended = subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=PROBE_S, check=False)
     return ended.returncode == 0
@@ -188,9 +191,9 @@ class Confinement:
         calls: Sequence[int] = (),
     ) -> None:
         self._layers = layers
-        self._limits = {getattr(resource, name): value for name, value in limits.items()}
+        self._limits = [_within(getattr(resource, name), value) for name, value in limits.items()]
         self._folder, self._packages = folder, packages.values()
-        self._filter = _system_call_filter(calls) if "seccomp" in layers else b""
+        self._filter = Filter(_system_call_filter(calls)) if "seccomp" in layers else None
 
     @property
     def has_rules(self) -> bool:
@@ -205,18 +208,23 @@ class Confinement:
         """Confine this process for good, by file rules at descriptor `rules`. Raises OSError."""
         # With capabilities gone, hard limits cannot be raised again.
         if "limits" in self._layers:
-            for what, value in self._limits.items():
-                hard = resource.getrlimit(what)[1]
-                value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                resource.setrlimit(what, (value, value))
+            for what, both in self._limits:
+                resource.setrlimit(what, both)
         if "capabilities" in self._layers:
-            _check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-            _check(LIBC.capset(struct.pack("II", CAPABILITY_V3, 0), bytes(24)), "capset")
+            _check(PRCTL(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+            _check(CAPSET(*NO_CAPABILITIES), "capset")
         if rules is not None:
-            _check(LIBC.syscall(LANDLOCK_RESTRICT, rules, 0), "Landlock")
+            _check(SYSCALL(LANDLOCK_RESTRICT, rules, 0), "Landlock")
             os.close(rules)
-        if self._filter:  # last, since it forbids setting anything up
-            _install(self._filter)
+        if self._filter is not None:  # last, since it forbids setting anything up
+            self._filter.install()
+
+
+def _within(what: int, value: int) -> tuple[int, tuple[int, int]]:
+    """A limit's number, and both of its values, which are not above what is allowed now."""
+    hard = resource.getrlimit(what)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    return what, (value, value)
 
 
 DEVICES = {"/dev/null": READ_FILE | WRITE_FILE, "/dev/urandom": READ_FILE}
@@ -260,9 +268,8 @@ def _system_call_filter(calls: Sequence[int]) -> bytes:
         (JUMP_EQ, 1, 0, AUDIT_ARCH_X86_64),
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, 0),
+        *_allowlist({*calls, *(n for group in ALLOWED.values() for n in group)}),
     ]
-    for number in (*calls, *(n for group in ALLOWED.values() for n in group)):
-        program += [(JUMP_EQ, 0, 1, number), allow]
     # clone3 hides its flags from the filter: as if the kernel had none, the C library then uses
     # clone.
     program += [(JUMP_EQ, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
@@ -285,11 +292,38 @@ def _system_call_filter(calls: Sequence[int]) -> bytes:
     return b"".join(struct.pack("HBBI", *line) for line in [*program, refuse])
 
 
-def _install(template: bytes) -> None:
-    code = template.replace(struct.pack("I", OWN_PID), struct.pack("I", os.getpid()))
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
-    _check(LIBC.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program), 0, 0), "seccomp")
+def _allowlist(numbers: Collection[int]) -> list[tuple[int, int, int, int]]:
+    """Instructions that allow these calls and pass others on to what follows: a search by ranges,
+    since the kernel translates a filter, and tries it on every call, each time it is installed."""
+    edges = [n for n in range(max(numbers) + 2) if (n in numbers) != (n - 1 in numbers)]
+
+    def search(low: int, high: int) -> list[tuple[int, int, int, int]]:
+        if low == high:  # a call that is not below so many edges
+            return [(RETURN, 0, 0, ALLOW) if low % 2 else (JUMP, 0, 0, 0)]
+        middle = (low + high) // 2
+        below, others = search(low, middle), search(middle + 1, high)
+        return [(JUMP_FROM, len(below), 0, edges[middle]), *below, *others]
+
+    found = search(0, len(edges))
+    past = len(found) - 1
+    return [(JUMP, 0, 0, past - i) if line[0] == JUMP else line for i, line in enumerate(found)]
+
+
+class Filter:
+    """A BPF program at a place of its own, which a fork has to give its number alone."""
+
+    def __init__(self, code: bytes) -> None:
+        self._code = ctypes.create_string_buffer(code, len(code))
+        fields = struct.pack("HP", len(code) // 8, ctypes.addressof(self._code))
+        self._program = ctypes.create_string_buffer(fields)
+        own = struct.pack("I", OWN_PID)
+        self._numbers = [i + 4 for i in range(0, len(code), 8) if code[i + 4 : i + 8] == own]
+
+    def install(self) -> None:
+        """Filter this process's system calls for good. Raises OSError."""
+        for place in self._numbers:
+            struct.pack_into("I", self._code, place, os.getpid())
+        _check(PRCTL(PR_SET_SECCOMP, 2, self._program, 0, 0), "seccomp")
 
 
 if __name__ == "__main__":  # the probe

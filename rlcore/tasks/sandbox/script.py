@@ -13,10 +13,10 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import marshal
 import os
 import signal
 import sys
-import threading
 import traceback
 import types
 from _thread import _count as live_threads
@@ -32,6 +32,8 @@ from .values import Channel, Closed
 MOST_OUTPUT = 4 << 20  # bytes of one run
 STDIN, STDOUT = ".stdin", ".stdout"  # in the program's folder, with its source
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+IDLE: dict[str, Any] = {"value": {}}
+DONE = b"\0complete"
 FLUSH_FAILED = 120  # the interpreter's exit code, then
 
 
@@ -96,37 +98,38 @@ class Runner:
         self._folder = folder
         self._tally = tally
         self._enter = enter
-        self._source = ""
         self._cpu_s = 0.0
         self._delay_s = 0.0
 
     def serve(self) -> None:
         """Raises Closed when the judge has ended."""
         self._channel.send("waiting")
-        self._source, _, _ = self._channel.receive()
+        source, _, _ = self._channel.receive()
+        code = Code(source, self._folder.program)
         self._channel.send("ready")
         while True:
             verb, *arguments = self._channel.receive()
             # after its last run the judge asks whether this process lives, as it does others
-            self._channel.send(self._answer(*arguments) if verb == "answer" else {"value": {}})
+            self._channel.send(self._answer(code, *arguments) if verb == "answer" else IDLE)
 
-    def _answer(self, text: str) -> dict[str, Any]:
+    def _answer(self, code: Code, text: str) -> dict[str, Any]:
         """{"value": output}; {"failed": why} for a run that fails; {"fault": why} for one that
         could not be confined."""
-        source = self._source.encode(errors="surrogatepass")
+        source, sent = (t.encode(errors="surrogatepass") for t in (code.source, text))
         try:
-            given, output = self._folder.streams(source, text.encode(errors="surrogatepass"))
+            given, output = self._folder.streams(source, sent)
         except OSError as error:
             return {"failed": f"its input cannot be given: {error.strerror}"}
         try:
-            code = self._run(given, output)
+            ended = self._run(code, given, output)
+            code.take()
             size = os.fstat(output).st_size
             if not self._tally.marked():
                 return {"fault": "the program's process ended before it was confined"}
-            if code < 0:
-                return {"failed": f"killed by {_signal(-code)}"}
-            if code:
-                return {"failed": f"exit code {code}"}
+            if ended < 0:
+                return {"failed": f"killed by {_signal(-ended)}"}
+            if ended:
+                return {"failed": f"exit code {ended}"}
             if size > MOST_OUTPUT:
                 return {"failed": f"more than {MOST_OUTPUT} bytes of output"}
             return {"value": os.pread(output, MOST_OUTPUT, 0).decode(errors="replace")}
@@ -134,12 +137,12 @@ class Runner:
             os.close(given)
             os.close(output)
 
-    def _run(self, given: int, output: int) -> int:
+    def _run(self, code: Code, given: int, output: int) -> int:
         """The exit code of one run, or minus the signal that ended it."""
         runner = os.getpid()
         pid = os.fork()
         if not pid:
-            self._become(runner, given, output)
+            self._become(runner, code, given, output)
         self._tally.write(pid, self._cpu_s, self._delay_s)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         self._delay_s += delay(pid)  # while its number is still its own
@@ -149,7 +152,7 @@ class Runner:
         self._tally.write(0, self._cpu_s, self._delay_s)
         return os.waitstatus_to_exitcode(status)
 
-    def _become(self, runner: int, given: int, output: int) -> NoReturn:
+    def _become(self, runner: int, code: Code, given: int, output: int) -> NoReturn:
         try:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != runner:  # it died before the signal was asked for
@@ -161,29 +164,63 @@ class Runner:
             self._enter()
             self._tally.mark()
             self._tally.close()
-            finish(run_main(self._source, self._folder.program))
+            finish(run_main(code, self._folder.program))
         except BaseException:  # it must not go on as a second runner
             traceback.print_exc()
         finally:
             os._exit(1)
 
 
-def run_main(source: str, path: str) -> int:
-    """Run a source as the interpreter runs the file that it is given; its exit code so far."""
+class Code:
+    """A program's code, which its first run compiles and the others get from it.
+
+    It is data to the runner: what compiles it or makes it an object again is confined.
+    """
+
+    def __init__(self, source: str, path: str) -> None:
+        self.source = source
+        self._path = path
+        self._file: int | None = os.memfd_create("code")
+        self._compiled = b""
+
+    def load(self) -> types.CodeType:
+        """The code, in a run. Raises what `compile` does."""
+        if self._file is None:
+            return marshal.loads(self._compiled)
+        try:
+            text = self.source.removeprefix("\ufeff")
+            code = compile(text, self._path, "exec", dont_inherit=True)
+            with contextlib.suppress(OSError, ValueError):  # no room: the next run compiles it
+                os.lseek(self._file, 0, os.SEEK_SET)
+                _filled(self._file, marshal.dumps(code) + DONE)
+            return code
+        finally:
+            os.close(self._file)
+
+    def take(self) -> None:
+        """Keep what a run, which has ended, has compiled."""
+        if self._file is None:
+            return
+        found = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        if found.endswith(DONE):
+            self._compiled = found.removesuffix(DONE)
+            os.close(self._file)
+            self._file = None
+
+
+def run_main(code: Code, path: str) -> int:
+    """Run a program as the interpreter runs the file that it is given; its exit code so far."""
     main = types.ModuleType("__main__")
     main.__loader__ = SourceFileLoader("__main__", path)
     vars(main).update(__file__=path, __cached__=None, __annotations__={})
     sys.modules["__main__"] = main
-    sys.path.insert(0, os.path.dirname(path))
-    # opened at this process's start, on descriptors that were other files'; lines may end in CR LF
-    sys.stdin.reconfigure(newline=None)  # type: ignore[union-attr]
     try:
-        exec(compile(source.removeprefix("\ufeff"), path, "exec", dont_inherit=True), vars(main))
+        exec(code.load(), vars(main))
     except SystemExit as ended:
         return _exit_code(ended.code)
     except BaseException as error:
-        trace = error.__traceback__
-        error.__traceback__ = trace.tb_next if trace else None  # without this frame
+        while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = trace.tb_next  # without the frames of this module
         _survive(sys.excepthook, type(error), error, error.__traceback__)
         return 1
     return 0
@@ -217,7 +254,8 @@ def finish(code: int) -> NoReturn:
     run takes longer than most programs. Threads that still run must be stopped first, which only
     the interpreter can do: then it ends itself.
     """
-    _survive(threading._shutdown)  # type: ignore[attr-defined]
+    if "threading" in sys.modules:
+        _survive(lambda: sys.modules["threading"]._shutdown())
     _survive(atexit._run_exitfuncs)
     if not _flush():
         code = FLUSH_FAILED
@@ -250,6 +288,9 @@ def _signal(number: int) -> str:
 
 def main(channel: Channel, folder: Folder, tally: Tally, enter: Callable[[], None]) -> NoReturn:
     """Run a runner's process from start to end."""
+    sys.path.insert(0, os.path.dirname(folder.program))
+    # opened at this process's start, on descriptors that were other files'; lines may end in CR LF
+    sys.stdin.reconfigure(newline=None)  # type: ignore[union-attr]
     try:
         Runner(channel, folder, tally, enter).serve()
     except Closed:

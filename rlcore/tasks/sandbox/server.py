@@ -20,7 +20,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from typing import Any
@@ -80,7 +79,6 @@ class SandboxServer:
             packages=settings["packages"],
         )
         os.environ.update(HOME=self._folder, TMPDIR=self._folder)
-        tempfile.tempdir = self._folder
         # A collection in a fork leaves frozen objects alone, so that their pages stay shared.
         gc.collect()
         gc.freeze()
