@@ -89,8 +89,12 @@ def _section(
     if base is model:
         yield from ["", f"### {title}", "", f"The same keys as `{seen[model]}`."]
         return
-    inherited = set(base.model_fields) if base else set()
-    fields = {n: i for n, i in model.model_fields.items() if n not in inherited}
+    inherited = dict(base.model_fields) if base else {}
+    fields = {
+        name: info
+        for name, info in model.model_fields.items()
+        if name not in inherited or info.default != inherited[name].default
+    }
     plain = [name for name, info in fields.items() if not list(sections(info.annotation))]
     if plain:
         also = ["", f"Besides the keys of `{seen[base]}`:"] if base else []

@@ -53,25 +53,12 @@ class MisSpec(CorrectionSpec):
         return (mask, geometric) if self.level == "geometric" else (mask,)
 
 
-class IcePopSpec(CorrectionSpec):
-    """Masked importance sampling per token with default bounds of its own (DistillSparse 2.1).
+class IcePopSpec(MisSpec):
+    """`mis` with the bounds of DistillSparse 2.1, and metrics under its own name.
 
-    Biased by the mask outside [low, high]."""
+    Biased as `mis`: by the mask outside [low, high], with level=geometric by the geometric mean."""
 
-    method: ClassVar[str] = "rlcore.corrections.mis:IcePop"
-    weighs: ClassVar[bool] = True
-    sequence_wise: ClassVar[bool] = True
-
-    low: float = setting(0.5, "ratios below weigh 0", ge=0, le=1)
     high: float = setting(5.0, "ratios above weigh 0", ge=1)
-
-    @property
-    def token_alone(self) -> bool:
-        return True
-
-    @property
-    def biases(self) -> tuple[Bias, ...]:
-        return (Bias("mask", {"low": 0.0, "high": WIDE}),)
 
 
 _MIS = MisSpec()
@@ -128,11 +115,3 @@ class Mis(Correction):
 
     def _at(self, _new: Tensor, ref: Tensor, inf: Tensor) -> Tensor:
         return mis(ref, inf, torch.ones_like(inf), low=self.spec.low, high=self.spec.high)
-
-
-class IcePop(Mis):
-    """Weight `p_ref/p_inf` of a token where it lies in `[low, high]`, else 0 (DistillSparse
-    2.1)."""
-
-    def __init__(self, spec: IcePopSpec, run_seed: int) -> None:
-        super().__init__(MisSpec(low=spec.low, high=spec.high, level="token"), run_seed)

@@ -99,7 +99,7 @@ def _present(scores: TokenScores, fields: type[PolicyScores]) -> list[tuple[str,
 class TurnSpans:
     """The turns of a step's episodes: at most K of any of them.
 
-    Example, an episode of two turns and three tokens: Turns(tensor([[-0.5, 1.0]]), tensor([2]),
+    Example, an episode of two turns and three tokens: TurnSpans(tensor([[-0.5, 1.0]]), tensor([2]),
     tensor([[0, 0, 1]]), tensor([[0.0, -0.5, 1.0]]))
     """
 

@@ -3,12 +3,14 @@ it."""
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from rlcore.errors import UserError
 from rlcore.tasks import make_task
 from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError
 from rlcore.tasks.sandbox.clock import Clock, Tally
+from rlcore.tasks.sandbox.confinement import CALLS
 from rlcore.tasks.sandbox.server import LATE
 
 pytestmark = pytest.mark.processes
@@ -304,6 +307,16 @@ def test_the_system_call_filter_alone_lets_no_signal_out_and_a_programs_own_thro
         box.close()
         victim.kill()
         victim.wait()
+
+
+def test_the_calls_that_a_program_may_make_are_those_that_the_list_names():
+    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+    if not header.exists():
+        pytest.skip("needs the kernel's header of system calls (linux-libc-dev)")
+    numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
+    named = [call.split("=") for calls in CALLS.values() for call in calls.split()]
+    assert [numbers[name] for name, _ in named] == [number for _, number in named]
+    assert not {"chmod", "socket", "execve", "ptrace", "kill"} & {name for name, _ in named}
 
 
 def test_a_program_that_ignores_signals_is_killed(hasty):
