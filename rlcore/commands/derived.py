@@ -343,8 +343,10 @@ def _described(actor: ActorSpec) -> str:
 
 def steps_in_flight(config: RunConfig) -> str:
     """A sentence on what bounds the steps in flight; "" where there are none."""
-    bound, age = config.learner.step_bound, StalenessBound.of(config.schedule).cap
-    if not age:
+    bound, late = config.learner.step_bound, StalenessBound.of(config.schedule)
+    age = late.cap
+    # p_ref follows the steps of a phase that began with fresh samples
+    if not (age if config.algorithm.ratio_to == "p_inf" else late.behind):
         return ""
     old = f"samples are up to {age} step{'s' if age > 1 else ''} old"
     if bound is None:

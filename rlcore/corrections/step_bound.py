@@ -86,14 +86,14 @@ def drift_accumulate(
     difference, on = log_difference(logp_ref, logp_inf, wanted if inside is None else mask * inside)
     d = difference.double().clamp(-CLAMP, _LARGEST)
     kl = ((torch.expm1(d) - d) / _UNIT).round().long()
-    kind = torch.zeros_like(age[:, :1]) if kinds is None else kinds[:, None]
-    cell = (kind.long() * AGES + age.long().clamp(0, AGES - 1))[on]
+    kind = torch.zeros_like(age).sum(-1) if kinds is None else kinds
+    cell = (kind.long()[:, None] * AGES + age.long().clamp(0, AGES - 1))[on]
     sums = torch.zeros(2, count * AGES, dtype=torch.long, device=mask.device)
     sums[0].index_add_(0, cell, torch.ones_like(cell))
     sums[1].index_add_(0, cell, kl[on])
     sizes = torch.zeros(2, count, dtype=torch.long, device=mask.device)
     for row, values in zip(sizes, (wanted.sum(-1), wanted.any(-1))):
-        row.index_add_(0, kind[:, 0].long(), values.long())
+        row.index_add_(0, kind.long(), values.long())
     return torch.cat([sums.flatten(), sizes.flatten()]).double()
 
 

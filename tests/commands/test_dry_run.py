@@ -65,7 +65,8 @@ def test_what_bounds_the_steps_in_flight_is_said(capsys):
     assert "samples are up to 4 steps old; steps are shortened or held" in late
     off = printed(capsys, "run_dir=x", "learner.step_bound=null")
     assert "nothing bounds the steps meanwhile (learner.step_bound=null)" in off
-    assert "steps are shortened" not in printed(capsys, "run_dir=x", "schedule=on_policy")
+    for fresh in (("schedule=on_policy",), ("schedule=large_batch",)):
+        assert "steps are shortened" not in printed(capsys, "run_dir=x", *fresh)
 
 
 def test_the_form_of_episodes_is_said(capsys):

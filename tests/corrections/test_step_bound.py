@@ -88,6 +88,31 @@ def test_answer_kl_is_of_stale_tokens_above_the_floor_of_their_kind():
     assert "scale" not in row
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_a_rank_without_sequences_adds_nothing(shape):
+    ref, inf, mask = sampled()
+    age, none = torch.ones(6, 5, dtype=torch.long), torch.zeros(shape)
+    whole = drift_accumulate(ref, inf, mask, age, kinds=torch.zeros(6), count=2)
+    for kinds in (None, torch.zeros(shape[0], dtype=torch.uint8)):
+        part = drift_accumulate(none, none, none.bool(), none.long(), kinds=kinds, count=2)
+        assert torch.equal(whole + part, whole)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), -1e30])
+def test_no_log_prob_of_an_actor_makes_the_factor_odd(odd):
+    """Ratios that do not exist are left out, and a wild one is 19 nats at most."""
+    ref, inf, mask = sampled()
+    inf[3, 0] = odd
+    drift = drift_values(drift_accumulate(ref, inf, mask, torch.ones(6, 5, dtype=torch.long)))
+    usual = drift_values(drift_accumulate(*sampled(), torch.ones(6, 5, dtype=torch.long)))
+    assert drift.length() == usual.length() and drift.count in (14, 15)
+    assert abs(sum(drift.kl[0]) - sum(usual.kl[0])) < 19.1
+    rule = StepBound(0.5)
+    rule.took(0, 1e-3)
+    found, row = rule.scale(1, 1e-3, drift)
+    assert 0 <= found <= 1 and all(value == value for value in row.values())
+
+
 def test_answers_count_as_at_most_128_tokens():
     rule = StepBound(None)
     rule.took(0, 1e-3)
@@ -234,3 +259,20 @@ def test_nothing_is_scaled_where_no_rate_is_wanted():
     rule = StepBound(0.5)
     rule.took(0, 1e-3)
     assert rule.scale(1, 0.0, batch((0, 1, 10, 5.0)))[0] == 1.0
+
+
+def test_a_run_that_is_resumed_with_a_bound_knows_what_was_measured_without():
+    """learner.step_bound may change: lengths, kappa and floors are kept by a rule without one."""
+    free, late = StepBound(None, ("a",)), batch((0, 0, 10, 0.01), (0, 1, 10, 0.03))
+    for version in range(3):
+        free.scale(version, 1e-3, late)
+        free.took(version, 1e-3)
+    bounded = StepBound(0.5, ("a", "b"))
+    bounded.load(json.loads(json.dumps(free.state())))
+    found, row = bounded.scale(3, 1e-3, batch((0, 1, 10, 0.03), (1, 1, 10, 0.03), kinds=2))
+    assert row["kappa"] > 0 and 0 < found < 1
+    assert row["floor@a"] == pytest.approx(0.01, rel=0.05) and row["floor@b"] == 0
+    other = StepBound(2.0, ("a", "b"))
+    other.load(json.loads(json.dumps(free.state())))
+    wider, _ = other.scale(3, 1e-3, batch((0, 1, 10, 0.03), (1, 1, 10, 0.03), kinds=2))
+    assert wider > found
