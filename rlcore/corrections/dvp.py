@@ -28,7 +28,7 @@ class DvpSpec(CorrectionSpec):
 
     method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
     sequence_wise: ClassVar[bool] = True
-    follows_weights: ClassVar[bool] = True
+    zeroes: ClassVar[bool] = True
 
     rho: float = setting(exp(-13.0), "safe set: p >= rho * max p", gt=0, lt=1)
     zero: Literal["token", "trajectory"] = setting(
@@ -82,11 +82,11 @@ class Dvp(Correction):
     """The actor samples with min-p = rho, the learner's log-probs are over its own safe set (DVP
     section 5).
 
-    A sampled token outside the safe set of the policy that weights lead to (p_ref; p_new where
-    another correction weighs under a loss without p_new/p_ref) has ratio 0: weight 0, still in the
-    denominator, and its whole sequence is dropped by sequence-level weights. A veto looks at
-    p_ref's set. With `zero=trajectory` every token of its sequence weighs 0, as in equation 22,
-    whose ratio is of the whole trajectory.
+    A sampled token outside the safe set of the policy that weights lead to (p_ref; p_new under a
+    loss without p_new/p_ref, whose gradient theorem 5.3 takes at p_new) has ratio 0: weight 0,
+    still in the denominator, and its whole sequence is dropped by sequence-level weights. A veto
+    looks at p_ref's set. With `zero=trajectory` every token of its sequence weighs 0, as in
+    equation 22, whose ratio is of the whole trajectory.
     The ratio of the two constrained policies is left to another correction (none, TIS, MIS, ...).
 
     Both values of `zero` estimate the gradient of the constrained policies, a bias that the method

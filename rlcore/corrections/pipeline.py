@@ -105,7 +105,8 @@ class Pipeline:
         #: weights must lead to p_new, because the loss is anchored there and carries no p_new/p_ref
         self.leads_to_new = clip_off or not loss_carries_ratio
         weighs = any(stage.spec.weighs for stage in self.stages)
-        own = Needs(new=self.leads_to_new and weighs, short_circuit=clip_off)
+        judges_new = weighs or any(stage.spec.zeroes for stage in self.stages)
+        own = Needs(new=self.leads_to_new and judges_new, short_circuit=clip_off)
         #: the loss has a term at the actor's stored tokens (`Correction.centre`)
         self.centres = any(stage.spec.centres for stage in self.stages)
         self.needs = _union([own, *(stage.method.needs for stage in self.stages)])
@@ -216,7 +217,8 @@ class Pipeline:
         widen: Tensor | None = None
         weights_at: list[WeighAt] = []
         for stage in self.stages:
-            follows = stage.spec.weighs or (stage.spec.follows_weights and self._weighs)
+            spec = stage.spec
+            follows = spec.weighs or spec.zeroes or (spec.follows_weights and self._weighs)
             seen = weighed if follows else step
             nothing = replace(current, score=None, widen=None, weigh_at=None)
             before_it = replace(nothing, metrics={}, step_scale=1.0)

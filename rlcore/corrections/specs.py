@@ -32,6 +32,9 @@ class CorrectionSpec(Spec):
     #: whether it judges tokens by the policy that the weights of others lead to, where others
     #: weigh; one that weighs does so anyway
     follows_weights: ClassVar[bool] = False
+    #: whether it gives tokens the ratio 0 of the policy that weights lead to, also where none
+    #: weighs
+    zeroes: ClassVar[bool] = False
     #: whether a sequence's weights and mask depend on its own tokens alone and reject none, so that
     #: a micro-batch can be corrected on its own
     sequence_wise: ClassVar[bool] = False

@@ -329,7 +329,7 @@ class Engine:
 
     def _dvp(self, rho: float) -> None:
         for t in self.tokens:
-            t.w *= float(self._followed(t) > -math.inf)
+            t.w *= float(self.target(t) > -math.inf)
 
     # ----- the loss -----
 

@@ -65,9 +65,21 @@ def test_under_a_loss_without_the_ratio_weights_lead_to_p_new(chosen) -> None:
 
 
 def test_what_does_not_weigh_asks_for_no_p_new() -> None:
-    for chosen in ({}, {"veto": {}}, {"dvp": {}}):
+    for chosen in ({}, {"veto": {}}, {"m2po": {}}):
         assert not pipeline_of(chosen, loss="reinforce").needs.new
     assert pipeline_of({"tis": {}}, loss="reinforce").needs == Needs(new=True)
+
+
+@pytest.mark.parametrize("zero", ["token", "trajectory"])
+def test_dvp_alone_looks_at_the_set_of_the_policy_whose_gradient_is_taken(zero) -> None:
+    step = pruned_step()
+    step.new_inside = ~step.ref_inside  # both policies leave tokens out, and others
+    chosen = {"dvp": {"zero": zero}}
+    for loss, inside in {"reinforce": step.new_inside, "ppo": step.ref_inside}.items():
+        whole = (inside | ~step.mask).all(-1)[:, None]
+        expected = (inside & (whole if zero == "trajectory" else True)).float()
+        found = pipeline_of(chosen, loss=loss).correct(step, ONE_RANK, measure=False)
+        assert torch.equal(found.weight[step.mask], expected[step.mask]), loss
 
 
 @pytest.mark.parametrize("order", [("dvp", "ais"), ("ais", "dvp")])
