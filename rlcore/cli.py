@@ -231,6 +231,9 @@ def _compare(given: Given) -> int:
     return compare(given.operands, ci=_ci(given), as_json=given.flag("json"))
 
 
+FIGURE = ("x", "y", "labels", "ylabel", "width", "smooth", "ci")  # keys of figures
+
+
 def _report(given: Given) -> int:
     from rlcore.report.compare import report
 
@@ -238,10 +241,13 @@ def _report(given: Given) -> int:
     if (form := given.text("format") or "html") != "html":
         from rlcore.report.curves import FORMATS, Asked
 
-        y, labels = (tuple(filter(None, (given.text(k) or "").split(","))) for k in ("y", "labels"))
-        asked = Asked(given.text("x") or "step", y, _ci(given), labels)
+        names = ("y", "labels", "ylabel")
+        y, labels, ylabel = (tuple(filter(None, (given.text(k) or "").split(","))) for k in names)
+        width, smooth = int(given.text("width") or 0), int(given.text("smooth") or 1)
+        x = given.text("x") or "step"
+        asked = Asked(x, y, _ci(given), labels, ylabel=ylabel, width_mm=width, smooth=smooth)
         curves = next(known for known in FORMATS if known == form), asked
-    elif unread := [key for key in ("x", "y", "labels", "ci") if given.text(key)]:
+    elif unread := [key for key in FIGURE if given.text(key)]:
         raise UserError(f"{unread[0]}= is of figures: add format=svg, pdf or csv.")
     return report(given.operands or [_newest_run(given)], given.text("out"), curves)
 

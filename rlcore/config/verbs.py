@@ -235,10 +235,10 @@ VERBS: Mapping[str, Verb] = {
         Verb(
             "compare",
             "where two configurations differ, and the final metrics of their runs, with intervals",
-            ("rlcore compare DIR DIR [DIR ...] [ci=95] [json=true]",),
+            ("rlcore compare DIR DIR [DIR ...] [ci=95] [json=true]", "rlcore compare SWEEP_DIR"),
             (CI, JSON),
             settings=False,
-            operands=Operands("DIR", 2, None),
+            operands=Operands("DIR", 1, None),
         ),
         Verb(
             "report",
@@ -253,6 +253,9 @@ VERBS: Mapping[str, Verb] = {
                 Key("x", "of svg, pdf, csv: step, seconds, tokens or a metric", default="step"),
                 Key("y", "of svg, pdf, csv: metrics, with commas between"),
                 Key("labels", "of svg, pdf, csv: names of the configurations, with commas between"),
+                Key("ylabel", "of svg, pdf: the words of the y axes, with commas between"),
+                Key("width", "of svg, pdf: of the figure, in millimetres", "number"),
+                Key("smooth", "of svg, pdf: points of a running mean", "number", default="1"),
                 CI,
             ),
             settings=False,

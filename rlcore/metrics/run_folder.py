@@ -83,9 +83,22 @@ def read_run(folder: Path, judge: Judge | None = None) -> Run:
     )
 
 
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml"))
+
+
+def run_folders(folders: Sequence[str | Path]) -> list[Path]:
+    """Run directories, in the place of a sweep's folder the begun runs in it by name."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        below = [] if _is_run(folder) or not folder.is_dir() else sorted(folder.iterdir())
+        found += [run for run in below if _is_run(run)] or [folder]
+    return found
+
+
 def require_run(folder: Path) -> None:
     """Raise UserError for a folder that holds no run."""
-    if not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+    if not _is_run(folder):
         raise UserError(
             f"{folder} is not a run directory: it holds neither metrics.jsonl nor config.yaml."
         )

@@ -28,7 +28,7 @@ from rlcore.metrics.intervals import (
     welch,
 )
 from rlcore.metrics.rows import Row
-from rlcore.metrics.run_folder import Run, read_run, require_run
+from rlcore.metrics.run_folder import Run, read_run, require_run, run_folders
 from rlcore.report.curves import Asked, Format, write_curves
 from rlcore.report.page import families, write_report
 
@@ -36,10 +36,11 @@ from rlcore.report.page import families, write_report
 def report(
     run_dirs: Sequence[str], out: str | None, curves: tuple[Format, Asked] | None = None
 ) -> int:
-    """Write the report, or with `curves` the figures asked for, and print where it is. Raises
-    UserError for a folder that holds no run."""
+    """Write the report, or with `curves` the figures asked for, and print where it is; a sweep's
+    folder stands for its runs. Raises UserError for a folder that holds no run."""
     if not run_dirs:
         raise UserError("rlcore report needs at least one run directory.")
+    run_dirs = [str(folder) for folder in run_folders(run_dirs)]
     if curves is not None:
         print(write_curves(run_dirs, *curves, out))
         return 0
@@ -123,7 +124,12 @@ def compare(
 
 
 def _arms(run_dirs: Sequence[str]) -> tuple[Arm, Arm]:
-    runs = [read_run(Path(folder)) for folder in run_dirs]
+    runs = [read_run(folder) for folder in run_folders(run_dirs)]
+    if len(runs) == 1:
+        raise UserError(
+            f"rlcore compare takes two runs or a sweep's folder, and {runs[0].folder} is one run: "
+            "name the run to compare it with, too."
+        )
     if len(runs) == 2:  # whatever they differ by
         first, second = (Arm(run.name, (run,)) for run in runs)
         return first, second
@@ -131,7 +137,8 @@ def _arms(run_dirs: Sequence[str]) -> tuple[Arm, Arm]:
     if len(found) != 2:
         raise UserError(
             "rlcore compare takes two runs, or the seeds of two configurations: these "
-            f"{len(runs)} runs are of {len(found)} ({', '.join(arm.name for arm in found)})."
+            f"{len(runs)} runs are of {len(found)} ({', '.join(arm.name for arm in found)}); "
+            "rlcore report takes any number."
         )
     return found[0], found[1]
 

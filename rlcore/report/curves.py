@@ -6,8 +6,9 @@ import bisect
 import csv
 import io
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,12 +49,17 @@ class Curve:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The curves to draw. `x`: step, seconds, tokens, or a metric; `y`: metrics, empty: the usual
-    ones; `labels`: of the configurations in the order of their first run, empty: folders' names."""
+    ones; `labels`: of the configurations in the order of their first run, empty: folders' names.
+    Of pictures alone: `ylabel`, words for the metrics; `width_mm`, 0: 86 a panel; `smooth`, points
+    of the running mean of what is drawn."""
 
     x: str = "step"
     y: tuple[str, ...] = ()
     ci: float = 95
     labels: tuple[str, ...] = ()
+    ylabel: tuple[str, ...] = ()
+    width_mm: int = 0
+    smooth: int = 1
 
 
 def write_curves(
@@ -134,7 +140,18 @@ AXES: Mapping[str, Callable[[Sequence[Row]], list[float | None]]] = {
     "seconds": _seconds,
     "tokens": _tokens,
 }
-TITLES = {"seconds": "seconds of training", "tokens": "tokens trained on"}
+TITLES = {
+    "step": "optimizer step",
+    "seconds": "time [s]",
+    "tokens": "tokens trained on",
+    "reward/mean": "mean reward",
+    "staleness/mean": "mean staleness [steps]",
+    "response_length/mean": "answer length [tokens]",
+    "mismatch/kl_k3": "KL(p_inf || p_ref), k3 [nats]",
+    "mismatch/ess": "effective sample size [share]",
+    "entropy": "entropy [nats]",
+}
+ACCURACY = {"greedy": "accuracy, greedy", "mean": "mean accuracy", "majority": "majority accuracy"}
 
 
 def run_points(rows: Sequence[Row], metric: str, x: str) -> Points:
@@ -239,32 +256,71 @@ def _draw(drawn: Sequence[Curve], asked: Asked, target: Path, form: Format) -> N
             "'rlcore[figures]', or use format=csv."
         ) from error
     metrics = list(dict.fromkeys(curve.metric for curve in drawn))
+    if len(asked.ylabel) not in (0, len(metrics)):
+        raise UserError(
+            f"ylabel={','.join(asked.ylabel)} labels {len(asked.ylabel)} axes, and {len(metrics)} "
+            f"metrics are drawn ({', '.join(metrics)}): give one label for each."
+        )
+    labels = dict(zip(metrics, asked.ylabel or map(_titled, metrics)))
     arms = list(dict.fromkeys(curve.arm for curve in drawn))
     wide = min(len(metrics), 3)
     high = -(-len(metrics) // wide)
     # text stays text in both formats, so that a paper's tools find and restyle it
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rlcore", "pdf.fonttype": 42}):
-        figure = Figure(figsize=(3.4 * wide, 2.6 * high), layout="constrained")
+        width = asked.width_mm / MM_PER_INCH or PANEL_WIDE * wide
+        size = (width, PANEL_HIGH * high * width / (PANEL_WIDE * wide))
+        figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(high, wide, squeeze=False).flatten()
         for panel, metric in itertools.zip_longest(panels, metrics):
             if metric is None:
                 panel.set_axis_off()
                 continue
-            _panel(panel, [c for c in drawn if c.metric == metric], arms, asked)
+            its = [smoothed(c, asked.smooth) for c in drawn if c.metric == metric]
+            _panel(panel, its, arms)
+            panel.set_xlabel(_titled(asked.x))
+            panel.set_ylabel(labels[metric])
         if len(arms) > 1:
-            lines, names = panels[0].get_legend_handles_labels()
-            figure.legend(lines, names, loc="outside upper center", ncols=min(len(arms), 4))
+            shown = [panel.get_legend_handles_labels() for panel in panels]
+            lines = {name: line for its, names in shown for line, name in zip(its, names)}
+            figure.legend(
+                [lines[arm] for arm in arms],
+                arms,
+                loc="outside upper center",
+                ncols=min(len(arms), 4),
+            )
         content = io.BytesIO()
         moment = {"Date": None} if form == "svg" else {"CreationDate": None}
         figure.savefig(content, format=form, metadata=moment)
     replace_file(target, content.getvalue())
 
 
+MM_PER_INCH, PANEL_WIDE, PANEL_HIGH = 25.4, 3.4, 2.6  # inches
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = ("-", "--", "-.", ":")
 
 
-def _panel(panel: Any, its: Sequence[Curve], arms: Sequence[str], asked: Asked) -> None:
+def smoothed(curve: Curve, width: int) -> Curve:
+    """The means and ends of intervals as running means of `width` points, fewer at the start."""
+    if width <= 1:
+        return curve
+    points = []
+    for end, point in enumerate(curve.points, start=1):
+        its = [p.y for p in curve.points[max(0, end - width) : end]]
+        y = Interval(
+            *(_mean([getattr(i, n) for i in its]) for n in ("mean", "low", "high")), point.y.n
+        )
+        points.append(Point(point.x, y))
+    return replace(curve, points=points)
+
+
+def _mean(values: Sequence[float | None]) -> Any:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _panel(panel: Any, its: Sequence[Curve], arms: Sequence[str]) -> None:
+    metric = declared(its[0].metric)
+    least, most = (0.0, 1.0) if metric is not None and metric.unit == "share" else (None, None)
     for curve in its:
         place = arms.index(curve.arm)
         # Okabe and Ito's colours can be distinguished by colour-blind readers, and dashes in print
@@ -277,17 +333,28 @@ def _panel(panel: Any, its: Sequence[Curve], arms: Sequence[str], asked: Asked) 
         if banded:
             panel.fill_between(
                 [p.x for p in banded],
-                [p.y.low for p in banded],
-                [p.y.high for p in banded],
+                *(
+                    _within([getattr(p.y, end) for p in banded], least, most)
+                    for end in ("low", "high")
+                ),
                 color=color,
                 alpha=0.2,
                 linewidth=0,
             )
-    panel.set_xlabel(_titled(asked.x))
-    panel.set_ylabel(_titled(its[0].metric))
+
+
+def _within(values: Sequence[float], least: float | None, most: float | None) -> list[float]:
+    """An interval by Student's t may leave what a share can be."""
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    return [min(max(value, low), high) for value in values]
 
 
 def _titled(name: str) -> str:
     metric = declared(name)
+    if is_accuracy(name):
+        task, _, statistic = name.removeprefix("eval/").rpartition("/")
+        kind, _, k = statistic.partition("@")
+        said = ACCURACY.get(kind, f"{kind}@{k}")
+        return f"{task}: {said}{f' of {k} answers' if k and kind in ACCURACY else ''}"
     unit = metric.unit if metric is not None and metric.unit not in ("1", "") else ""
     return TITLES.get(name, f"{name} [{unit}]" if unit else name)

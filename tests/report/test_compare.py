@@ -178,13 +178,18 @@ def test_unequal_staleness_and_length_are_warned_of(tmp_path, capsys):
     "names, sentence",
     [
         (["/nowhere", "/nowhere"], "/nowhere is not a run directory"),
-        (["/nowhere"], "takes DIR DIR, and 1 was given"),
-        ([], "takes DIR DIR, and 0 were given"),
+        (["/nowhere"], "/nowhere is not a run directory"),
+        ([], "takes DIR, and 0 were given"),
     ],
 )
 def test_what_is_no_run_is_refused(names, sentence, capsys):
     assert main(["compare", *names]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_run_alone_is_compared_with_nothing(two, capsys):
+    assert main(["compare", two[0]]) == 2
+    assert "a is one run: name the run to compare it with" in capsys.readouterr().err
 
 
 def test_folders_may_be_named_as_other_commands_name_theirs(two, capsys):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlcore.cli import main
 from rlcore.metrics.intervals import (
+    Interval,
     share_difference,
     share_interval,
     t_interval,
@@ -18,7 +19,7 @@ from rlcore.metrics.intervals import (
     welch,
     wilson,
 )
-from rlcore.report.curves import merge, run_points
+from rlcore.report.curves import Curve, Point, merge, run_points, smoothed
 
 
 def run(path, settings, rows):
@@ -108,7 +109,7 @@ def test_a_figure_is_a_file_of_its_format(six, tmp_path, x, form, begin):
     assert first.startswith(begin)
     if form == "svg":
         text = first.decode()
-        for shown in ("AIS", "TIS", "eval/d/greedy", "reward/mean", "staleness/mean"):
+        for shown in ("AIS", "TIS", "d: accuracy, greedy", "mean reward", "mean staleness [steps]"):
             assert shown in text
         # a band for each arm and metric
         assert len(re.findall(r'id="FillBetweenPolyCollection_\d+"', text)) == 8
@@ -122,6 +123,8 @@ def test_a_figure_is_a_file_of_its_format(six, tmp_path, x, form, begin):
         (["format=csv", "y=reward/mea"], "y=reward/mea is no metric of these runs: perhaps reward"),
         (["format=csv", "x=token"], "x=token is no metric"),
         (["format=csv", "labels=A"], "labels=A names 1 configurations, and the runs are of 2"),
+        (["format=svg", "ylabel=A,B"], "ylabel=A,B labels 2 axes, and 4 metrics are drawn"),
+        (["width=90"], "width= is of figures"),
         (["format=png"], "format=png is not accepted"),
         (["x=tokens"], "x= is of figures: add format=svg, pdf or csv"),
         (["format=csv", "ci=100"], "ci=100 is not accepted"),
@@ -130,6 +133,51 @@ def test_a_figure_is_a_file_of_its_format(six, tmp_path, x, form, begin):
 def test_what_cannot_be_drawn_is_refused(six, words, sentence, capsys):
     assert main(["report", *six, *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_axes_width_and_smoothing_are_the_readers(six, tmp_path):
+    out = tmp_path / "f.svg"
+    words = ["format=svg", "y=reward/mean,entropy", "ylabel=Reward,Nats", "width=127", "smooth=3"]
+    six = [run(tmp_path / "c", {"lr": 3.0}, [{"step": 1, "entropy": 0.5}]), *six]
+    assert main(["report", *six, *words, f"out={out}"]) == 0
+    text = out.read_text()
+    assert 'width="360pt"' in text and ">Reward<" in text and ">Nats<" in text
+    assert ">c<" in text  # a configuration that the first panel lacks
+
+
+def test_a_running_mean_is_of_the_points_before():
+    curve = Curve("a", "reward/mean", [Point(x, Interval(x, None, None, 1)) for x in (1, 2, 3, 6)])
+    assert [point.y.mean for point in smoothed(curve, 2).points] == [1, 1.5, 2.5, 4.5]
+    assert smoothed(curve, 1) is curve
+
+
+def test_a_band_of_a_share_stays_within_what_a_share_can_be(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(panel, x, low, high, **style):
+        drawn.append((low, high))
+
+    monkeypatch.setattr("matplotlib.axes.Axes.fill_between", draw)
+    runs = [
+        run(tmp_path / str(seed), {"seed": seed, "lr": 1.0}, [{"step": 1, "mismatch/ess": ess}])
+        for seed, ess in enumerate((0.2, 0.99, 1.0))
+    ]
+    words = ["format=svg", "y=mismatch/ess", f"out={tmp_path / 'f.svg'}"]
+    assert main(["report", *runs, *words]) == 0
+    ((low, high),) = drawn
+    assert max(high) == 1.0 and min(low) >= 0.0
+
+
+def test_a_sweep_s_folder_stands_for_its_runs(six, tmp_path, capsys):
+    (tmp_path / "report.html").write_text("of the sweep")
+    for words, out in (([str(tmp_path)], "a.csv"), (six, "b.csv")):
+        assert main(["report", *words, "format=csv", f"out={tmp_path / out}"]) == 0
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path), "json=true"]) == 0
+    of_folder = capsys.readouterr().out
+    assert main(["compare", *six, "json=true"]) == 0
+    assert of_folder == capsys.readouterr().out
 
 
 def test_without_matplotlib_the_sentence_names_the_extra(six, monkeypatch, capsys):
