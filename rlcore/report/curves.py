@@ -304,12 +304,10 @@ def smoothed(curve: Curve, width: int) -> Curve:
     if width <= 1:
         return curve
     points = []
-    for end, point in enumerate(curve.points, start=1):
-        its = [p.y for p in curve.points[max(0, end - width) : end]]
-        y = Interval(
-            *(_mean([getattr(i, n) for i in its]) for n in ("mean", "low", "high")), point.y.n
-        )
-        points.append(Point(point.x, y))
+    for last, point in enumerate(curve.points, start=1):
+        its = [p.y for p in curve.points[max(0, last - width) : last]]
+        mean, low, high = (_mean([getattr(i, end) for i in its]) for end in ("mean", "low", "high"))
+        points.append(Point(point.x, Interval(mean, low, high, point.y.n)))
     return replace(curve, points=points)
 
 

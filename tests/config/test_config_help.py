@@ -76,7 +76,7 @@ def test_a_group_is_explained_with_options_defaults_units_and_meanings():
         (["train", "quickstart"], "quickstart is not accepted by rlcore train"),
         (["plan", "gpu=h10"], "perhaps h100 is meant"),
         (["export", "run_dir=x"], "out= is missing: rlcore export needs the folder to write"),
-        (["compare", "a"], "rlcore compare takes DIR DIR, and 1 was given"),
+        (["compare"], "rlcore compare takes DIR, and 0 were given"),
         (["completion", "fish"], "SHELL=fish is not accepted"),
         (["train", "--help", "algoritm"], "perhaps algorithm or"),
         (["compare", "--help", "learner"], "rlcore compare --help learner is no topic"),
