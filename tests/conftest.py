@@ -24,6 +24,9 @@ hypothesis.settings.register_profile("rlcore", deadline=None)
 hypothesis.settings.register_profile("settled", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("rlcore")
 
+# for clusters that tests start themselves, as those of runs have it
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # where model=smollm2 expects it
 SMOLLM2 = Path(__file__).parents[1] / "cache" / "models" / "smollm2-135m"
 

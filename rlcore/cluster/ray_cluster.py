@@ -91,6 +91,9 @@ def cluster(
     # explicit.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray has its processes at nice 15, where anything else on the machine takes a role's CPU until
+    # its heartbeats are late.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     logs = bool(os.environ.get("RLCORE_RAY_LOGS"))
     quiet: dict[str, Any] = {"log_to_driver": logs or bool(stderr), "logging_level": "ERROR"}
     own: list[int] = []  # ids of the processes that Ray starts here

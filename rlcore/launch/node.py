@@ -98,6 +98,8 @@ def _store_bytes() -> int | None:
 def main(words: Sequence[str] | None = None) -> int:
     node = _asked(sys.argv[1:] if words is None else words)
     signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+    # Ray would have its processes at nice 15: nothing else of this node may take a role's CPU
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # what Ray's processes leave behind becomes a child of this one
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

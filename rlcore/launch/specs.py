@@ -194,6 +194,12 @@ class LaunchSpec(Spec):
             "array would write to one run_dir: use rlcore sweep, which submits a job for each "
             "combination of values.",
         )
+        refuse(
+            "hetjob" in self.sbatch,
+            f"{key}.sbatch.hetjob is not accepted, since all nodes of a job have the same amounts: "
+            f"ask for the larger ones, or use {key}.kind=kubernetes, whose learner nodes have "
+            "amounts of their own.",
+        )
         actors = self.nodes - self.learner_nodes
         refuse(
             self.min_actor_nodes is not None and 0 < actors < self.min_actor_nodes,

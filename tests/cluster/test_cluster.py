@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from rlcore.cluster.placement import (
     rendezvous,
 )
 from rlcore.cluster.ray_cluster import (
+    check_cluster,
     cluster,
     head_answers,
     idle_gpus,
@@ -156,6 +158,16 @@ def test_auto_names_the_cluster_which_must_answer(monkeypatch):
         pass
 
 
+def test_a_dry_run_tries_the_port_of_a_cluster_and_does_not_join_it():
+    """A cluster may take connections and never answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        check_cluster(spec(address), needed_cpus=1, needed_gpus=0, store_bytes=0)
+    assert not ray.is_initialized()
+    with pytest.raises(UserError, match=f"{address} does not answer"):
+        check_cluster(spec(address), needed_cpus=1, needed_gpus=0, store_bytes=0)
+
+
 @pytest.mark.cluster
 def test_every_role_without_resources_runs_beside_the_driver(monkeypatch):
     class Role:  # not of this module, which the nodes cannot import
@@ -184,6 +196,8 @@ def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monke
     driver = psutil.Process()
     before = set(driver.children(recursive=True))  # of tests that ran earlier
     with cluster(spec(), needed_cpus=1, needed_gpus=0):
+        niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
+        assert ray.get(niceness.remote(), timeout=deadline(60)) == os.nice(0)
         # as W&B's service is, which starts beside Ray
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         ignored = before | {psutil.Process(other.pid)}

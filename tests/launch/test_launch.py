@@ -76,6 +76,11 @@ def test_an_array_is_refused_for_a_sweep():
         LaunchSpec(kind="slurm", sbatch={"array": "0-3"}).check("cluster.launch")
 
 
+def test_parts_of_a_job_with_other_amounts_are_refused():
+    with pytest.raises(UserError, match=r"sbatch\.hetjob is not accepted.*launch\.kind=kubernetes"):
+        LaunchSpec(kind="slurm", sbatch={"hetjob": ""}).check("cluster.launch")
+
+
 def test_a_mount_has_two_absolute_paths():
     wrong = LaunchSpec(kind="slurm", container_image="i", container_mounts=["/a"])
     with pytest.raises(UserError, match=r"container_mounts=/a is not accepted"):
@@ -104,6 +109,7 @@ def test_images_copy_what_the_install_script_reads(profile):
     text = (ROOT / f"docker/{profile}.Dockerfile").read_text()
     assert f"bash requirements/install.sh {profile}" in text
     before = text.split("bash requirements/install.sh")[0]
+    assert " wget " in before  # which KubeRay's probes call
     for source in ("pyproject.toml", "LICENSE", "requirements", "rlcore/__init__.py"):
         assert source in before and (ROOT / source).exists()
     assert ".venv" in (ROOT / f"docker/{profile}.Dockerfile.dockerignore").read_text().splitlines()

@@ -73,6 +73,7 @@ def blocks_term(pid):
 def test_ray_that_ends_is_started_again_and_ends_with_its_children_on_sigusr1(node, tmp_path):
     process = node(UP)
     (first,) = wait_until(lambda: pids(tmp_path), 30, "Ray")
+    assert b"RAY_worker_niceness=0" in Path(f"/proc/{first}/environ").read_bytes()
     family = psutil.Process(first).children()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(pids(tmp_path)) == 2, 30, "Ray again")

@@ -111,15 +111,16 @@ class RayNodeScorers:
         self._known: set[str] = set()  # nodes that were looked at
         self.start()
 
-    def start(self) -> None:
-        """Start a process on each new node that has a CPU besides those of the grading
-        processes."""
+    def start(self) -> set[str]:
+        """Start a process on each new node that has a CPU besides those of the grading processes;
+        returns the nodes there are."""
         found = other_actor_nodes(own_nodes=self._hosting.own_nodes)
         for node_id, resources in found.items():
             if node_id not in self._known:
                 self._known.add(node_id)
                 if resources.get("CPU", 0) > self._processes:
                     self._clients[node_id] = self._spawn(node_id)
+        return set(found)
 
     def _spawn(self, node_id: str) -> RayScorer:
         actor = actor_class(
@@ -137,8 +138,8 @@ class RayNodeScorers:
     async def watch(self) -> list[str]:
         """A heartbeat of all processes; returns the nodes whose queued answers are lost, once each.
         Raises an error that stopped the scoring of any."""
-        await asyncio.to_thread(self.start)
-        alive = set(other_actor_nodes(own_nodes=self._hosting.own_nodes))
+        # Ray's head may take long to answer: not in the event loop, which other deadlines need
+        alive = await asyncio.to_thread(self.start)
         nodes = list(self._clients)
         lost = await asyncio.gather(*(self._lost(node, node in alive) for node in nodes))
         return [node for node, gone in zip(nodes, lost, strict=True) if gone]
@@ -152,24 +153,24 @@ class RayNodeScorers:
             for sentence in await client.notes() if lives else ():
                 self._note(f"on node {node[:12]}: {sentence}")
         except DeadlineExceeded:
-            client.restart()
+            await asyncio.to_thread(client.restart)
             return True
         except RoleLost:
             pid = None
         if pid is None:
-            self._give_up(node)
+            await self._give_up(node)
             return True
         before = self._pids.get(node, pid)
         self._pids[node] = pid
         return pid != before
 
-    def _give_up(self, node: str) -> None:
+    async def _give_up(self, node: str) -> None:
         self._note(
             f"the graders of node {node[:12]} are lost: what its actors sample is graded on the "
             "driver's node"
         )
         self._pids.pop(node, None)
-        self._clients.pop(node).kill()
+        await asyncio.to_thread(self._clients.pop(node).kill)
 
     def close(self) -> None:
         """End their grading processes. Blocks."""

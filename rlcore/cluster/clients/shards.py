@@ -203,8 +203,8 @@ class RayShards:
         alive = await asyncio.gather(*(self._alive(name) for name in names))
         lost = [name for name, lives in zip(names, alive, strict=True) if not lives]
         for name in lost:
-            kill(self._handles.pop(name))
             self._lost_at[self._nodes.pop(name)] = time.monotonic()
+            await asyncio.to_thread(kill, self._handles.pop(name))  # waits for Ray's head
         return lost
 
     async def _alive(self, name: str) -> bool:
