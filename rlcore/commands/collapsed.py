@@ -4,16 +4,19 @@ goes on from, the rate that would have held, and the record of rollbacks."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlcore.buffer.admission import StalenessBound
 from rlcore.config.schema import RunConfig
 from rlcore.errors import Collapsed
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.metrics.digest import number
-from rlcore.metrics.rows import run_rows
-from rlcore.metrics.rules.policy import holding_rate
+from rlcore.metrics.rows import Row, run_rows
+from rlcore.metrics.rules.policy import HOLDS
+from rlcore.metrics.step_lengths import step_lengths
 
 RECORD = "rollbacks.json"  # of a run directory: what `rollbacks` reads
 
@@ -69,13 +72,20 @@ def slowed(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"learner": learner})
 
 
+def _holding(config: RunConfig, rows: Sequence[Row], alarm: int) -> float | None:
+    """The rate with which samples as old as the schedule lets them be would have stayed near the
+    policy, by the rows up to the alarm; None where these do not say it."""
+    until = [row for row in rows if int(row["step"] or 0) <= alarm]
+    lengths = step_lengths(until, config.learner.step_bound or HOLDS)
+    return lengths.rate(StalenessBound.of(config.schedule).cap) if lengths else None
+
+
 def _stopped(config: RunConfig, error: Collapsed, times: int) -> Collapsed:
     run_dir = Path(config.run_dir)
     rows = run_rows(run_dir)
     left = checkpoint.set_aside(run_dir / "checkpoints", error.alarm)
-    rate = holding_rate(rows, error.alarm, config.logging.warnings)
     now = rate_of(config)
-    lr = min(rate or now, now / 2)
+    lr = min(_holding(config, rows, error.alarm) or now, now / 2)
     steps = range(error.alarm, error.step + 1)
     rewards = [row.get("reward/mean") for row in rows if row["step"] in steps]
     fell = f" (reward/mean {number(rewards[0])} to {number(rewards[-1])})" if rewards else ""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
 
 from rlcore.corrections.step_bound import LONGEST
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
-from rlcore.metrics.rules.base import RECENT, Fast, Past, Rule, Window, held_out
+from rlcore.metrics.rules.base import RECENT, Fast, Rule, Window, held_out
 from rlcore.metrics.specs import WarningsSpec
 
 HOLDS = 0.5  # nats an answer that a rate is advised for
@@ -37,18 +36,6 @@ def rate_that_holds(lr: float, nats: float) -> float:
     return float(f"{math.floor(rate / place + 1e-9) * place:.0e}")
 
 
-def holding_rate(rows: Iterable[Row], alarm: int, spec: WarningsSpec) -> float | None:
-    """The learning rate that would have kept samples near the policy where `answer_kl` gave an
-    alarm at a step; None where rows do not say it."""
-    past = Past()
-    for row in rows:
-        past.add(row)
-        nats, lr = answer_kl(row, past.floor), row.get("lr")
-        if int(row["step"] or 0) > alarm - RECENT and nats and nats > spec.answer_kl and lr:
-            return rate_that_holds(lr, nats)
-    return None
-
-
 class AnswerKl(Fast):
     """Samples that are several nats an answer from the policy say that it moves further than the
     steps in flight should move it. Two rows, since one batch can be odd."""
@@ -59,10 +46,12 @@ class AnswerKl(Fast):
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         found = [answer_kl(row, window.past.floor) for row in window.rows]
-        above = [(d, row) for d, row in zip(found, window.rows) if (d or 0.0) > spec.answer_kl > 0]
+        above = [n for n, d in enumerate(found) if (d or 0.0) > spec.answer_kl > 0]
         if len(above) < 2:
             return None
-        nats, row = above[-1]
+        nats, row = found[above[-1]] or 0.0, window.rows[above[-1]]
+        # by the step before, which led there: a rate that warms up is higher since
+        slower = _slower(found[above[0]], window.rows[max(0, above[0] - 1)])
         facts = ("mismatch/kl_k3", "k3 {} a token"), ("staleness/mean", "{} steps old")
         shown = [
             text.format(number(value))
@@ -73,7 +62,7 @@ class AnswerKl(Fast):
             f"samples are {number(nats)} nats an answer from the policy, {', '.join(shown)}",
             window,
             spec,
-            f"the steps since then moved it further than they bear; {_slower(*above[0])}, or lower "
+            f"the steps since then moved it further than they bear; {slower}, or lower "
             f"schedule.max_staleness{_unbounded(row)}",
         )
 

@@ -60,6 +60,18 @@ def test_the_advice_is_a_rate_that_has_learned(run):
     assert "set learner.lr=1e-05" in alarms(recorded()[run])["answer_kl"].text
 
 
+def test_the_advice_is_by_the_rate_of_the_step_that_led_there():
+    warming = rows(
+        8,
+        **{
+            "lr": lambda step: 2e-5 * step,
+            "mismatch/kl_k3": lambda step: 0.001 if step < 5 else 0.3,
+        },
+    )
+    # 6 nats by steps of at most 8e-5: a fifth of that rate
+    assert "set learner.lr=1e-05" in alarms(warming)["answer_kl"].text
+
+
 @given(lr=st.floats(1e-7, 1e-2), nats=st.floats(0.01, 1e4))
 def test_an_advised_rate_is_no_larger_and_has_one_digit(lr, nats):
     rate = rate_that_holds(lr, nats)
