@@ -24,7 +24,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rlcore.errors import Collapsed, NoSpace, OwnershipLost, RoleLost
+from rlcore.errors import Collapsed, DeadlineExceeded, NoSpace, OwnershipLost, RoleLost
 from rlcore.interfaces import Reporter
 from rlcore.loop.batch_queue import Batches, BatchQueue
 from rlcore.loop.collapse import HELD, Collapse
@@ -160,7 +160,12 @@ class ShownSamples:
         if not self._count:
             return
         self._step = first
-        self._samples = await self._scorer.samples(first, self._count)
+        try:
+            self._samples = await self._scorer.samples(first, self._count)
+        except DeadlineExceeded as e:  # they are for readers: the step does not need them
+            self._samples = []
+            self._reporter.note(f"no samples of step {first + 1} are shown: {e}")
+            return
         for sample in self._samples:
             sample["learner_version"] = first
         # also now: if the step fails, its samples help to find out why

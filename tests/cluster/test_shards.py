@@ -128,6 +128,8 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
         write_shards(tmp_path, {first.shard: [first.key]}, 1.0)
     with pytest.raises(DeadlineExceeded, match=r"cluster\.start_timeout_s=1"):
         read_shards(tmp_path, {first.shard: [file]}, 1.0)
+    with pytest.raises(ShardLost, match="GetTimeoutError"):
+        fetch_records({first.shard: [first.key]}, 1.0)
     os.kill(pid, signal.SIGCONT)
 
     os.kill(pid, signal.SIGKILL)

@@ -1,12 +1,14 @@
 """The real controller on fakes, in simulated time: schedules, faults and resumes end to end."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from rlcore.advisor.simulate.actors import Speed
 from rlcore.advisor.simulate.loop import Scenario, simulate
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
+from rlcore.loop.controller import ShownSamples
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
 
 SCHEDULES = {
@@ -335,3 +337,16 @@ def test_a_disk_slower_than_its_deadline_costs_a_checkpoint_and_not_the_run(tmp_
     audit(simulation)
     assert any("could not be written (waited 20 s" in n for n in simulation.reporter.notes)
     assert any("the checkpoint is written again" in n for n in simulation.reporter.notes)
+
+
+def test_samples_for_readers_that_do_not_come_are_noted_and_cost_no_step():
+    class Late:
+        async def samples(self, step, count):
+            raise DeadlineExceeded("waited 20 s for readable samples.")
+
+    notes: list[str] = []
+    clients = SimpleNamespace(scorer=Late(), learner=None)
+    shown = ShownSamples(clients, SimpleNamespace(note=notes.append), 4)
+    asyncio.run(shown.fetch(6))
+    asyncio.run(shown.complete())
+    assert notes == ["no samples of step 7 are shown: waited 20 s for readable samples."]

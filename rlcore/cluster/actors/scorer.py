@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import defaultdict, deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -119,11 +121,13 @@ class ScorerActor:
         from rlcore.cluster.clients.shards import fetch_records
 
         ref: Any = self._buffer.peek.remote(step, count)
+        until = time.monotonic() + timeout_s
         stored: list[StoredEpisode] = ray.get(ref, timeout=timeout_s)
         shown = []
         for episode in stored:
+            fetch = partial(fetch_records, timeout_s=max(0.0, until - time.monotonic()))
             with contextlib.suppress(ShardLost):  # it is sampled again, and not shown
-                records = read_records(episode.records, fetch_records)
+                records = read_records(episode.records, fetch)
                 whole = StoredEpisode(episode.score, tuple(records))
                 shown.append(readable(whole, self._decode))
         return shown

@@ -18,7 +18,8 @@ from rlcore.loop.role_protocols import ScorerClient
 from rlcore.tasks.graders import GraderPool
 
 WHO = "the graders' process"
-SAMPLES_TIMEOUT_S = 60.0
+SAMPLES_TIMEOUT_S = 15.0  # training waits for them
+ANSWER_S = 5.0  # that the answer may come after it
 CLOSE_TIMEOUT_S = 15.0
 
 
@@ -49,7 +50,8 @@ class RayScorer(ScorerClient):
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
         ref = self.handle.samples.remote(step, count, SAMPLES_TIMEOUT_S)
         what, key = "readable samples", "logging.samples_per_step"
-        return list(await call(ref, timeout_s=SAMPLES_TIMEOUT_S, what=what, key=key, who=WHO))
+        limit = SAMPLES_TIMEOUT_S + ANSWER_S
+        return list(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
 
     async def pid(self) -> int:
         """Its process id; a changed one means that it was restarted. Raises the error that stopped

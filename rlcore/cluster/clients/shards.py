@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,16 @@ FETCH_TIMEOUT_S = 300.0
 AGAIN_S = 10.0  # after which a node that is still there is given another shard
 
 
-def fetch_records(keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
-    """Records by shard and key, from all shards at once. Raises ShardLost."""
+def fetch_records(
+    keys: Mapping[str, Sequence[int]], timeout_s: float = FETCH_TIMEOUT_S
+) -> dict[str, list[bytes]]:
+    """Records by shard and key, from all shards at once. Raises ShardLost, also for a shard that
+    does not answer in time."""
     try:
         refs = {s: _process(s).fetch.remote(s, list(its)) for s, its in keys.items()}
-        found: list[list[bytes]] = ray.get(list(refs.values()), timeout=FETCH_TIMEOUT_S)
+        found: list[list[bytes]] = ray.get(list(refs.values()), timeout=timeout_s)
     except (ValueError, RayError) as e:  # there is no actor of that name any more, or it is dying
+        _forget(keys)
         raise ShardLost(f"a node of the run is lost with its records: {type(e).__name__}") from e
     return dict(zip(refs, found, strict=True))
 
@@ -122,6 +126,7 @@ def write_shards(
     except RayTaskError as e:
         raise e.as_instanceof_cause() from e
     except (ValueError, RayError) as e:
+        _forget(keys)
         raise ShardLost(f"a node of the run is lost with its records: {type(e).__name__}") from e
     return dict(zip(refs, made, strict=True))
 
@@ -142,6 +147,7 @@ def read_shards(
             raise e.cause from e
         raise RoleLost(f"a shard could not read its part of {folder}: {e.cause}") from e
     except (ValueError, RayError) as e:
+        _forget(files)
         raise RoleLost(f"a shard was lost while it read its part of {folder}") from e
     return dict(zip(refs, made, strict=True))
 
@@ -153,8 +159,21 @@ def _late(timeout_s: float, does: str, folder: Path, key: str) -> DeadlineExceed
     )
 
 
+# The shards that this process has asked before. A handle by name is news to Ray each time: it asks
+# the head for the actor's address, and calls wait while the head does not say it, as after a node
+# was away. A process that is replaced fails the call, and is looked for again.
+_found: dict[str, Any] = {}
+
+
 def _process(shard: str) -> Any:
-    return ray.get_actor(shard.partition("#")[0])
+    if shard not in _found:
+        _found[shard] = ray.get_actor(shard.partition("#")[0])
+    return _found[shard]
+
+
+def _forget(shards: Iterable[str]) -> None:
+    for shard in shards:
+        _found.pop(shard, None)
 
 
 class RayShards:
