@@ -167,6 +167,14 @@ def _eval(given: Given) -> int:
     return evaluate(config, given.text("checkpoint"), model_named=model_named)
 
 
+def _chat(given: Given) -> int:
+    config = config_of(given)
+    from rlcore.commands.chat import chat
+
+    model_named = given.setting("model.path") is not None
+    return chat(config, given.text("checkpoint"), model_named=model_named)
+
+
 def _export(given: Given) -> int:
     config = config_of(given)
     from rlcore.commands.evaluate import export
@@ -464,6 +472,7 @@ HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "sweep": _sweep,
     "sft": _sft,
     "eval": _eval,
+    "chat": _chat,
     "export": _export,
     "scale": _scale,
     "launch": _launch,

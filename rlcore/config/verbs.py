@@ -163,6 +163,16 @@ VERBS: Mapping[str, Verb] = {
             run_dir="newest",
         ),
         Verb(
+            "chat",
+            "talk to a run's policy, or to a Hugging Face folder, line by line",
+            (
+                "rlcore chat [run_dir=DIR] [checkpoint=PATH] [rollout.temperature=T]",
+                "rlcore chat model.path=FOLDER [rollout.max_new_tokens=N]",
+            ),
+            (CHECKPOINT, CONFIG_DIR),
+            run_dir="newest",
+        ),
+        Verb(
             "export",
             "write a checkpoint as a plain Hugging Face folder",
             (

@@ -1,6 +1,7 @@
 """The other verbs, one after another as a user would: sft, train from its model, eval, export,
 report, doctor."""
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from timing import deadline
 from transformers import AutoModelForCausalLM
 
 from rlcore import cli
+from rlcore.cli import main
 from rlcore.commands.evaluate import to_evaluate
 from rlcore.config.compose import load, to_yaml
 from rlcore.errors import UserError
@@ -23,7 +25,7 @@ RLCORE = str(Path(sys.executable).parent / "rlcore")
 
 @pytest.mark.engine
 @pytest.mark.ranks
-def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
+def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path, monkeypatch, capsys):
     warm = tmp_path / "warm"
     for folder, mask in ((tmp_path / "private", 0o077), (warm, 0o002)):
         with umask(mask):
@@ -70,6 +72,10 @@ def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in carried}
     own, start = ([(folder / path).read_bytes() for path in carried] for folder in folders)
     assert own == start
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("312=\n"))
+    assert main(["chat", f"run_dir={run_dir}"]) == 0
+    assert set(capsys.readouterr().out.splitlines()[-1]) <= set("0123456789=")
 
     both = tmp_path / "both.html"
     report = [RLCORE, "report", str(run_dir), f"out={both}"]

@@ -1,0 +1,158 @@
+"""`rlcore chat`: talk to a run's policy, or to a model folder, in this process: no Ray, no engine.
+
+Prompts are encoded and answers decoded as a run's are, and sampled by `rollout.temperature`,
+`rollout.max_new_tokens` and `rollout.stop`; truncation (top-p, top-k, min-p) is not applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlcore.commands.evaluate import to_evaluate
+from rlcore.commands.preflight import note, prepare
+from rlcore.commands.processes import policy_job
+from rlcore.config.schema import RunConfig
+from rlcore.environments.protocol import Message
+from rlcore.errors import UserError
+from rlcore.learner.exporting import export_stored
+from rlcore.models.text import (
+    decode_response,
+    encode_prompt,
+    end_ids,
+    load_tokenizer,
+    uses_template,
+)
+from rlcore.reasons import message_of
+from rlcore.seeding import derive_seed
+
+HELP = "an empty line is left out, /new begins another conversation, /quit or Ctrl-D ends"
+
+
+def chat(config: RunConfig, named: str | None, *, model_named: bool) -> int:
+    """Answer lines of standard input until it ends. Raises UserError as `to_evaluate` does."""
+    path, checkpoint = to_evaluate(config, named, model_named)
+    with _weights(config, path, checkpoint) as folder:
+        model = ChatModel(config, path, folder)
+    shown = sys.stdin.isatty()
+    note(f"chat with {checkpoint or path}: {HELP}")
+    return converse(model.answer, sys.stdin, sys.stdout, prompt="> " if shown else "")
+
+
+@contextlib.contextmanager
+def _weights(config: RunConfig, path: str, checkpoint: Path | None) -> Iterator[Path]:
+    """A folder with the weights, for the time of loading them."""
+    if checkpoint is None:
+        yield Path(path)
+        return
+    prepared = prepare(config, trains=False, evaluates=False)
+    with tempfile.TemporaryDirectory() as made:
+        out = Path(made) / "policy"
+        export_stored(policy_job(config, path, prepared.pad_id), checkpoint / "learner", out)
+        yield out
+
+
+Answer = Callable[[Sequence[Message], Callable[[str], None]], str]
+
+
+def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> int:
+    """Answer each line, with what was said before, and write answers as they are sampled.
+
+    Ctrl-C ends an answer; at the prompt it ends the conversation.
+    """
+    said: list[Message] = []
+    while True:
+        out.write(prompt)
+        out.flush()
+        try:
+            line = lines.readline()
+        except KeyboardInterrupt:
+            line = ""
+        asked = line.strip()
+        if not line or asked == "/quit":
+            out.write("\n" if prompt else "")
+            return 0
+        if asked == "/new":
+            said = []
+        elif asked:
+            said.append({"role": "user", "content": asked})
+            with contextlib.suppress(KeyboardInterrupt):
+                found = answer(said, lambda piece: print(piece, end="", file=out, flush=True))
+                said.append({"role": "assistant", "content": found})
+            out.write("\n")
+
+
+class ChatModel:
+    """A causal model on the first GPU, if there is one, else on the CPU."""
+
+    def __init__(self, config: RunConfig, path: str, folder: Path) -> None:
+        """`path`: of the tokenizer and of what ends an answer; `folder`: of the weights."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self._config = config
+        self._tokenizer = load_tokenizer(path)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        try:
+            # eager: every family's own attention, such as capped logits
+            lm: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,  # another format would be unpickled
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"model.path={path} cannot be loaded as a causal model ({message_of(str(error))}): "
+                "name another folder."
+            ) from error
+        self._lm = lm.to(self._device).eval()
+        self._ends = end_ids(self._tokenizer, path)
+        self._asked = 0
+
+    def answer(self, said: Sequence[Message], show: Callable[[str], None]) -> str:
+        """A sampled answer, shown piece by piece. Without a chat template the last question alone
+        is what the model reads, as in training."""
+        import torch
+
+        template = self._config.model
+        asked = said if uses_template(self._tokenizer, template) else said[-1:]
+        ids = encode_prompt(self._tokenizer, asked, template)
+        chance = torch.Generator().manual_seed(derive_seed(self._config.seed, "chat", self._asked))
+        self._asked += 1
+        found: list[int] = []
+        text = ""
+        for token in self._sampled(ids, chance):
+            found.append(token)
+            whole = decode_response(self._tokenizer, found)
+            if not whole.endswith("\ufffd"):  # a character of several tokens is not whole yet
+                show(whole[len(text) :])
+                text = whole
+            if any(stop in text for stop in self._config.rollout.stop):
+                break
+        return text
+
+    def _sampled(self, ids: Sequence[int], chance: Any) -> Iterator[int]:
+        import torch
+
+        rollout = self._config.rollout
+        given = torch.tensor([list(ids)], device=self._device)
+        past = None
+        for _ in range(rollout.max_new_tokens):
+            with torch.no_grad():
+                out = self._lm(input_ids=given, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            probabilities = (out.logits[0, -1].float() / rollout.temperature).softmax(-1).cpu()
+            token = int(torch.multinomial(probabilities, 1, generator=chance))
+            if token in self._ends:
+                return
+            yield token
+            given = torch.tensor([[token]], device=self._device)
