@@ -10,8 +10,10 @@ from rlcore.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rlcore"
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-# Runs the programs that models write, in its own confinement.
+# Runs the programs that models write, in its own confinement; compiled code goes from a confined
+# process to another.
 SANDBOX = Path("tasks/sandbox")
+CONFINED = {("marshal", SANDBOX / "script.py")}
 FORBIDDEN_CALLS = {
     "torch.load",
     "torch.save",
@@ -41,7 +43,7 @@ def test_nothing_is_unpickled_or_evaluated():
         bad += [
             f"{path}:{node.lineno} imports {n}"
             for n in names
-            if n.split(".")[0] in FORBIDDEN_MODULES
+            if n.split(".")[0] in FORBIDDEN_MODULES and (n, path) not in CONFINED
         ]
         if (
             isinstance(node, ast.Call)
