@@ -14,6 +14,7 @@ from gallery import gallery
 from pydantic import BaseModel
 
 from rlcore.advisor.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
+from rlcore.config.combinations import PROVEN, REFUSED, WAYS, refused, sentence
 from rlcore.config.groups import COMMAND_LINES, groups
 from rlcore.config.help_settings import about, kind_of, meaning_of, written_default
 from rlcore.config.schema import (
@@ -186,6 +187,41 @@ def regime_table() -> str:
     return "\n".join(lines).replace("T*m", "T\\*m").replace("N*", "N\\*") + "\n"
 
 
+def combined() -> str:
+    """docs/combinations.md."""
+    lines = [
+        "# What goes together",
+        "",
+        "*Tried on: two CPU cores, by the tests named here.*",
+        "",
+        "Made by `python docs/generate.py` from `rlcore/config/combinations.py`, by which a run is",
+        "refused, too. Each of these ways in which a learner divides, holds, computes or extends",
+        "the policy changes what the others rely on: two of them are accepted where a test has",
+        f"shown the pair, and else refused: {', '.join(WAYS)}.",
+        "",
+        "## Shown by a test",
+        "",
+        "| feature | with | test |",
+        "| --- | --- | --- |",
+        *(f"| {row.a} | {row.b} | `{row.test}` |" for row in PROVEN),
+        "",
+        "## Refused for a reason",
+        "",
+        "| feature | with | because |",
+        "| --- | --- | --- |",
+    ]
+    for row in (row for row in REFUSED if row.why):
+        said = sentence(row, "the first", "the second").removeprefix("the first ")
+        lines.append(f"| {row.a} | {row.b} | {_cell(said)} |")
+    lines += ["", "## Refused because no test has shown it", ""]
+    without: dict[str, list[str]] = {}
+    for row in (row for row in refused() if not row.why):
+        without.setdefault(row.a, []).append(row.b)
+    lines += ["| feature | not with |", "| --- | --- |"]
+    lines += [f"| {name} | {', '.join(others)} |" for name, others in without.items()]
+    return "\n".join(lines) + "\n"
+
+
 FLEETS = (1, 8, 64)  # H100
 CONTEXT = 4096.0  # tokens of a request, on average
 
@@ -241,6 +277,7 @@ def pages() -> dict[Path, Callable[[], str]]:
         return lambda: between(path.read_text(), name, content())
 
     found: dict[Path, Callable[[], str]] = {DOCS / "configuration.md": configuration}
+    found[DOCS / "combinations.md"] = combined
     found[DOCS / "metrics.md"] = marked(DOCS / "metrics.md", "metrics", metrics)
     found[DOCS / "experiments.md"] = marked(DOCS / "experiments.md", "experiments", experiments)
     index = DOCS / "corrections" / "index.md"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
+from rlcore.config.combinations import check_combinations
 from rlcore.config.kinds import (
     check_kinds,
     check_shares,
-    check_speculation,
     check_targets,
     dvp_of,
     shown,
@@ -50,16 +50,6 @@ def check_adapters(c: RunConfig) -> None:
         if lora is None or lora.publish == "merged":
             continue
         key = f"learner.{name}.publish=adapter"
-        refuse(
-            c.cluster.transport in ("nccl", "ipc"),
-            f"{key} cannot be combined with cluster.transport={c.cluster.transport}, whose "
-            "receivers load whole weights: use object_store or disk, or publish=merged.",
-        )
-        refuse(
-            learner.draft is not None,
-            f"{key} cannot be combined with learner.draft, whose KL is to the whole policy: use "
-            "publish=merged.",
-        )
         for label, actor in c.actor.items():
             _adapter_over(key, label, actor)
 
@@ -218,11 +208,6 @@ def _truncation(c: RunConfig) -> None:
             f"condition on it: raise rollout.logprobs_k={r.logprobs_k} to "
             f"{'rollout.top_k' if r.top_k else '20 or more'}.",
         )
-        refuse(
-            c.learner.distill is not None,
-            f"{key} cannot be combined with learner.distill, which compares whole distributions: "
-            f"leave rollout.{name} off.",
-        )
 
 
 def _corrections(c: RunConfig) -> None:
@@ -292,11 +277,6 @@ def _losses(c: RunConfig) -> None:
         a.ratio_to == "p_inf" and not loss_class(a.loss).carries_ratio,
         f"algorithm.ratio_to=p_inf is of losses with a ratio, and algorithm.loss={a.loss} has "
         "none: leave it p_ref, or use algorithm.loss=ppo.",
-    )
-    refuse(
-        a.kl_in_reward and a.turn_share > 0,
-        f"algorithm.kl_in=reward takes the KL off rewards of whole episodes, and algorithm."
-        f"turn_share={a.turn_share:g} has others: leave it 0, or use kl_in=loss.",
     )
     for label, spec in c.correction.chosen().items():
         refuse(
@@ -415,12 +395,6 @@ def _drafts(c: RunConfig) -> None:
         "learner.draft trains the draft on its own rollouts: every actor must be of one and the "
         "same kind=draft (actor=draft).",
     )
-    refuse(
-        dvp_of(c) is not None,
-        f"{shown('correction', c.correction)} cannot be combined with learner.draft: its learner "
-        "takes log-probs over the whole vocabulary, and dvp's actors sample from the safe set; use "
-        "one or the other.",
-    )
 
 
 def _heads(c: RunConfig) -> None:
@@ -462,12 +436,6 @@ def _sparse_learning(c: RunConfig) -> None:
         "learner.distill.kl=topk needs the actors' top log-probs, and "
         f"rollout.logprobs_k={c.rollout.logprobs_k}: use at least 1.",
     )
-    refuse(
-        dvp_of(c) is not None,
-        f"{shown('correction', c.correction)} cannot be combined with learner.distill: under dvp "
-        "a token outside the policy's safe set has no log-prob for the sparse copy to follow; use "
-        "one or the other.",
-    )
 
 
 def _diffusion(c: RunConfig) -> None:
@@ -480,6 +448,7 @@ RULES = (
     load_objectives,
     *TASK_RULES,
     _diffusion,
+    check_combinations,
     _decay,
     _step_sizes,
     _truncation,
@@ -487,7 +456,6 @@ RULES = (
     check_kinds,
     check_shares,
     check_targets,
-    check_speculation,
     check_round_as,
     check_bitwise,
     check_critic,

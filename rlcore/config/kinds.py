@@ -1,5 +1,4 @@
-"""Rules of kinds of actors: their lists of corrections, their shares, and what may be with a model
-that proposes their tokens."""
+"""Rules of kinds of actors: their lists of corrections, their shares and set-points."""
 
 from __future__ import annotations
 
@@ -36,28 +35,6 @@ def dvp_of(c: RunConfig) -> DvpSpec | None:
     """The settings of DVP, which all kinds of actors share; None: a run without it."""
     found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
     return next(found, None)
-
-
-def check_speculation(c: RunConfig) -> None:
-    """Refuse what a model that proposes tokens would make wrong, or was not shown with."""
-    lora = c.learner.lora
-    dvp = dvp_of(c) is not None
-    min_p = f"rollout.min_p={c.rollout.min_p:g}"
-    unproven = {
-        "bitwise=true": c.bitwise,
-        "learner.router_replay=true": c.learner.router_replay,
-        "learner.lora.publish=adapter": lora is not None and lora.publish == "adapter",
-        "schedule.colocated=true": c.schedule.colocated,
-        f"cluster.transport={c.cluster.transport}": c.cluster.transport in ("nccl", "ipc"),
-    }
-    for key in (f"actor.{label}.speculate" for label, a in c.actor.items() if a.speculate):
-        refuse(
-            dvp or c.rollout.min_p > 0,
-            f"{key} cannot be combined with {'correction=dvp' if dvp else min_p}: vLLM verifies "
-            "proposed tokens without min_p, so leave one of them out.",
-        )
-        for other, used in unproven.items():
-            refuse(used, f"{key} is not proven with {other}: leave one of them out.")
 
 
 def check_shares(c: RunConfig) -> None:
@@ -120,11 +97,6 @@ def _pages(c: RunConfig, label: str, target: TargetSpec) -> None:
         f"actor.{label}.target.least={target.least} must be at least 2 with moves=pages: the "
         "first page and the own one are always kept.",
     )
-    refuse(
-        c.learner.train_sparse,
-        f"actor.{label}.target.moves=pages cannot be combined with learner.train_sparse=true: the "
-        "learner then attends to the same pages and sees no mismatch of them, so leave one out.",
-    )
 
 
 def _share(c: RunConfig, label: str, target: TargetSpec) -> None:
@@ -157,12 +129,6 @@ def _layers(c: RunConfig, label: str, target: TargetSpec) -> None:
         c.cluster.transport in GROUP_TRANSPORTS,
         f"{key} cannot be combined with cluster.transport={c.cluster.transport}, which sends all "
         "actors the same: choose ray or disk.",
-    )
-    lora = c.learner.lora
-    refuse(
-        lora is not None and lora.publish == "adapter",
-        f"{key} cannot be combined with learner.lora.publish=adapter, which publishes no weights "
-        "that could be rounded again: use publish=merged.",
     )
 
 

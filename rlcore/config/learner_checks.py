@@ -5,30 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore.config.kinds import dvp_of, shown
+from rlcore.config.kinds import shown
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.dvp import DvpSpec
-from rlcore.learner.specs import PARTS
 from rlcore.objectives.specs import advantage_class
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
-
-
-def _unusual(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, True if they are used) of learners that divide, hold or train a model in another
-    way than most."""
-    learner = c.learner
-    for name in PARTS:
-        yield f"learner.{name}={getattr(learner, name)}", getattr(learner, name) > 1
-    place = learner.offload.optimizer
-    yield f"learner.offload.optimizer={place}", place != "none"
-    for name in ("distill", "draft"):
-        yield f"learner.{name}", getattr(learner, name) is not None
-    for name in ("train_sparse", "router_replay"):
-        yield f"learner.{name}=true", getattr(learner, name)
-    yield "model.diffusion", c.model.diffusion is not None
-
 
 # ----- a critic -----
 
@@ -50,9 +33,7 @@ def check_critic(c: RunConfig) -> None:
         )
     if c.critic.trained:
         _bootstrap(c)
-        _traces(c, kind)
-        for other, used in _beside_critic(c):
-            refuse(used, f"{kind} is not proven with {other}: leave that out, or use critic=none.")
+        _traces(c)
 
 
 def _bootstrap(c: RunConfig) -> None:
@@ -66,20 +47,9 @@ def _bootstrap(c: RunConfig) -> None:
     )
 
 
-def _traces(c: RunConfig, kind: str) -> None:
+def _traces(c: RunConfig) -> None:
     """Refuse to correct the tokens after a token twice: by traces and by weights of sequences."""
-    a = c.algorithm
-    refuse(
-        a.turn_share > 0,
-        f"algorithm.turn_share={a.turn_share:g} mixes rewards to go into advantages of groups, and "
-        f"{kind} has values in their place: leave it 0 (algorithm.credit says what a value is of).",
-    )
     vtrace = c.critic.traces == "vtrace"
-    refuse(
-        vtrace and a.ratio_to == "p_inf",
-        "critic.traces=vtrace is by p_ref/p_inf, and algorithm.ratio_to=p_inf holds no p_ref: use "
-        "ratio_to=p_ref, or critic.traces=gae.",
-    )
     for key, corrections in c.correction_lists.items():
         for label, spec in corrections.chosen().items():
             refuse(
@@ -90,21 +60,11 @@ def _traces(c: RunConfig, kind: str) -> None:
             )
 
 
-def _beside_critic(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, True if they are used) with which training of a critic is unproven."""
-    learner, head = c.learner, c.critic.kind == "value_head"
-    yield from _unusual(c)
-    # its trunk is the policy's tensors, whole and without adapters
-    yield "learner.zero_stage=3", head and learner.zero_stage == 3
-    yield "learner.lora", head and learner.lora is not None
-
-
 # ----- a teacher -----
 
 
 def check_teacher(c: RunConfig) -> None:
     """A teacher whose scores are those of the policy's tokens, and a run that learns something."""
-    kind = f"teacher.kind={c.teacher.kind}"
     refuse(
         c.algorithm.reward_weight == 0 and not c.teacher.used,
         "algorithm.reward_weight=0 leaves nothing to learn from without a teacher: use "
@@ -122,13 +82,6 @@ def check_teacher(c: RunConfig) -> None:
     _sampled(c)
     if c.teacher.kind == "engine":
         _engine(c)
-    refuse(
-        c.algorithm.kl_in_loss and c.algorithm.kl_estimator == "full",
-        f"algorithm.kl_estimator=full and {kind} both take another policy whole in the pass that "
-        "is differentiated: use kl_estimator=k1, k2 or k3, or algorithm.kl_coef=0.",
-    )
-    for other, used in _beside_teacher(c):
-        refuse(used, f"{kind} is not proven with {other}: leave that out, or use teacher=none.")
 
 
 def _context(c: RunConfig) -> None:
@@ -201,17 +154,6 @@ def _engine(c: RunConfig) -> None:
     )
 
 
-def _beside_teacher(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, they are used) that a teacher has not been shown to teach under."""
-    learner = c.learner
-    yield from _unusual(c)
-    yield f"learner.round_as={learner.round_as}", learner.round_as is not None
-    yield "bitwise=true", c.bitwise
-    yield f"critic.kind={c.critic.kind}", c.critic.trained
-    # its weights are written whole, by one rank
-    yield "learner.zero_stage=3", c.teacher.kind == "previous" and learner.zero_stage == 3
-
-
 # ----- weights rounded as an actor's -----
 
 
@@ -241,21 +183,6 @@ def check_round_as(c: RunConfig) -> None:
         f"{key} rounds the same layers throughout, and actor.{label}.target.moves=layers changes "
         "them: move something else, or use round_as=null.",
     )
-    for other, used in _not_rounded(c):
-        refuse(used, f"{key} is not proven with {other}: leave that out, or use round_as=null.")
-
-
-def _not_rounded(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, True if they are used) with which the learner's rounding as an actor is
-    unproven."""
-    learner = c.learner
-    yield f"learner.num_gpus={learner.num_gpus:g}", learner.num_gpus > 0
-    yield from _unusual(c)
-    place = learner.offload.parameters
-    yield f"learner.offload.parameters={place}", place != "none"
-    # actors round the sum of weights and adapter, which the learner never forms
-    yield "learner.lora", learner.lora is not None
-    yield "critic.kind=value_head", c.critic.kind == "value_head"
 
 
 # ----- equal to the bit -----
@@ -275,7 +202,7 @@ def check_bitwise(c: RunConfig) -> None:
 
 def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     """(settings, they are used, why not)."""
-    learner, r = c.learner, c.rollout
+    learner = c.learner
     eta = c.schedule.max_staleness
     stale = "under which samples are of older weights than the learner's: use schedule=on_policy"
     yield f"schedule.max_staleness={eta}", not c.schedule.synchronous, stale
@@ -284,29 +211,12 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
         own = getattr(task, "temperature", None) is not None
         key, value = c.task_key(name) if own else "rollout", c.rollout_of(name).temperature
         yield f"{key}.temperature={value:g}", value != 1, scaled
-    for name, on in (("top_p", r.top_p < 1), ("top_k", r.top_k > 0), ("min_p", r.min_p > 0)):
-        cut = "whose kept sets engine and learner sum in other orders: leave it off"
-        yield f"rollout.{name}={getattr(r, name)}", on, cut
-    dvp = dvp_of(c) is not None
-    yield "correction=dvp", dvp, "which truncates: leave it out"
-    unproven = "which is not proven so: leave it out"
-    yield "environments", bool(c.played), unproven
-    yield "model.diffusion", c.model.diffusion is not None, unproven
     one = "which divides sums by size: use 1"
     yield f"learner.num_cpus={learner.num_cpus:g}", learner.threads > 1, one
-    yield f"learner.num_gpus={learner.num_gpus:g}", learner.num_gpus > 0, unproven
+    unproven = "which is not proven so: leave it out"
     yield f"learner.dtype={learner.dtype}", learner.compute_dtype != "float32", unproven
-    yield f"learner.ranks={learner.ranks}", learner.ranks > 1, unproven
-    yield f"learner.zero_stage={learner.zero_stage}", learner.zero_stage == 3, unproven
-    yield f"learner.layout={learner.layout}", learner.layout == "packed", unproven
-    for name in ("lora", "distill", "draft"):
-        sums = "whose sums the learner forms in another order than its actors: leave it out"
-        yield f"learner.{name}", getattr(learner, name) is not None, sums
-    for name in ("train_sparse", "router_replay"):
-        yield f"learner.{name}=true", getattr(learner, name), unproven
     threads = learner.max_threads
     yield f"learner.max_threads={threads}", isinstance(threads, int), one
-    yield f"critic.kind={c.critic.kind}", c.critic.trained, unproven
 
 
 def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bool, str]]:
@@ -333,25 +243,15 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
 
 
 def check_layers(c: RunConfig) -> None:
-    """Liger's kernels need a GPU; they and compiled layers are refused where no run has shown
-    them."""
-    learner = c.learner
-    layers = f"learner.layers={learner.layers}"
-    if learner.layers == "torch":
-        return
+    """Liger's kernels need a GPU."""
     refuse(
-        learner.layers == "liger" and learner.num_gpus == 0,
-        f"{layers} is of GPU kernels, and learner.num_gpus=0: use learner.layers=torch.",
+        c.learner.layers == "liger" and c.learner.num_gpus == 0,
+        "learner.layers=liger is of GPU kernels, and learner.num_gpus=0: use learner.layers=torch.",
     )
-    others = list(_unusual(c))
-    if learner.layers == "compiled":
-        others += [("learner.zero_stage=3", learner.zero_stage == 3), *_rounded_or_beside(c)]
-    for other, used in others:
-        refuse(used, f"{layers} is not proven with {other}: leave that out, or use layers=torch.")
 
 
 def check_fp8(c: RunConfig) -> None:
-    """Products of FP8 numbers are refused where no run has shown them."""
+    """Products of FP8 numbers need a dtype that has them."""
     learner, fp8 = c.learner, f"learner.fp8={c.learner.fp8}"
     if learner.fp8 == "none":
         return
@@ -360,24 +260,3 @@ def check_fp8(c: RunConfig) -> None:
         f"{fp8} gives products in the model's dtype, and learner.dtype={learner.dtype} is float32, "
         "which GPUs' FP8 products lack: use learner.dtype=bfloat16, or fp8=none.",
     )
-    refuse(
-        learner.zero_stage == 3,
-        f"{fp8} keeps the weights that learner.zero_stage=3 gathers until the backward pass, so "
-        "that a rank would hold the whole model: choose learner.zero_stage=0, 1 or 2.",
-    )
-    others = [
-        ("learner.lora", learner.lora is not None),
-        ("learner.layers=liger", learner.layers == "liger"),
-        *_rounded_or_beside(c),
-    ]
-    for other, used in (*_unusual(c), *others):
-        refuse(used, f"{fp8} is not proven with {other}: leave that out, or use fp8=none.")
-
-
-def _rounded_or_beside(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, True if they are used) that compute the policy's products in another way, or
-    train or ask a further model."""
-    yield f"learner.round_as={c.learner.round_as}", c.learner.round_as is not None
-    yield "bitwise=true", c.bitwise
-    yield f"critic.kind={c.critic.kind}", c.critic.trained
-    yield f"teacher.kind={c.teacher.kind}", c.teacher.used

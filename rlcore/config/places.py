@@ -4,7 +4,6 @@ a part of it (num_gpus below 1)."""
 from __future__ import annotations
 
 from rlcore.config.schema import RunConfig
-from rlcore.learner.specs import PARTS
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 
@@ -22,12 +21,6 @@ def check_colocated(c: RunConfig) -> None:
         return
     for label, actor in c.actor.items():
         _engine(label, actor)
-    for name in PARTS:
-        refuse(
-            getattr(c.learner, name) > 1,
-            f"{KEY} is not proven with learner.{name}={getattr(c.learner, name)}: use 1, or GPUs "
-            "of the learner's own.",
-        )
     _no_further_engine(c)
     _places(c)
 

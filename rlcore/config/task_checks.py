@@ -265,11 +265,6 @@ def _turns(c: RunConfig) -> None:
             f"{key} would be ignored: correction={label} replaces all advantages by its own of the "
             "whole episode: leave it 0, or use another correction.",
         )
-    refuse(
-        a.dynamic_sampling,
-        f"{key} cannot be combined with algorithm.dynamic_sampling=true, which filters groups of "
-        "equal rewards although their turns may differ: leave one of them off.",
-    )
 
 
 def tasks(c: RunConfig) -> dict[str, EvalTaskSpec]:

@@ -26,6 +26,7 @@ def critic_once(
         zero_stage=stage,
         micro_batch_tokens=60,
         critic=spec,
+        lora=spec.lora,  # the policy has adapters where the critic has
     )
 
     def learner() -> LearnerRank:

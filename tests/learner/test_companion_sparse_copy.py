@@ -8,9 +8,6 @@ from distill_jobs import RULE, distill_once, distill_only, score_sparse, train_s
 from learner_helpers import on_ranks, small_model
 from safetensors.numpy import load_file
 
-from rlcore.errors import UserError
-from rlcore.learner.specs import DistillSpec, LearnerSpec
-
 pytestmark = pytest.mark.ranks
 
 
@@ -83,8 +80,3 @@ def test_the_policy_itself_can_be_trained_sparsely(model):
     assert out["row"]["mismatch/abs_dlogp_mean"] != pytest.approx(
         out["dense"]["mismatch/abs_dlogp_mean"], rel=1e-4
     )
-
-
-def test_a_sparse_copy_of_partitioned_weights_is_refused():
-    with pytest.raises(UserError, match=r"learner\.zero_stage=3 .*choose zero_stage=0, 1 or 2"):
-        LearnerSpec(zero_stage=3, distill=DistillSpec()).check("learner")

@@ -38,6 +38,16 @@ def test_two_sharded_ranks_have_the_gradient_of_one(model, groups):
     assert row["estimate/token_variance"] > 0 and row["estimate/sequence_variance"] > 0
 
 
+@pytest.mark.slow  # adapters at ZeRO-3 are tested with a causal policy
+def test_adapters_of_two_sharded_ranks_have_the_gradient_of_one(model, groups):
+    lora = {"lora": {"rank": 2, "targets": ("q_proj", "up_proj")}}
+    ((whole, _),) = on_ranks(1, jobs.first_gradient, model, groups, lora)
+    assert whole and all("lora" in name for name in whole)
+    for gradients, _ in on_ranks(2, jobs.first_gradient, model, groups, {"zero_stage": 3, **lora}):
+        for name, g in whole.items():
+            np.testing.assert_allclose(gradients[name], g, atol=2e-6, rtol=1e-3)
+
+
 def test_a_resumed_learner_goes_on_exactly(model, groups, tmp_path):
     ((weights, row), (again, its_row)) = on_ranks(
         1, jobs.resumed_step, model, groups, str(tmp_path / "saved")
