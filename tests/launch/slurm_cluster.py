@@ -3,6 +3,7 @@ runs that `rlcore launch` gives to it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +26,7 @@ SMALL = (
     "model.fresh.hidden_size=64",
     "model.fresh.layers=2",
     "model.fresh.intermediate_size=192",
-    "model.warmup.steps=60",
-    "model.warmup.batch_size=64",
+    "model.warmup=null",
     "task.args.min_digits=2",
     "task.args.max_digits=3",
     "schedule.groups_per_step=8",
@@ -34,10 +36,8 @@ SMALL = (
     "logging.report=false",
     "logging.wandb=disabled",
     "logging.console=plain",
-    "schedule.steps=100000",
     "cluster=slurm",
     "cluster.heartbeat_s=1",
-    "cluster.hang_timeout_s=30",
     "cluster.launch.cpus_per_node=2",
     f"+cluster.launch.env.PYTHONPATH={ROOT}",
 )
@@ -59,13 +59,7 @@ def lacks() -> str:
         return f"a Slurm cluster needs {', '.join(missing)} (slurm-wlm, munge, iproute2)"
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         return "this machine allows no network namespaces"
-    if "rlc-switch" in _said("ip", "netns", "list"):
-        return "another Slurm cluster of these tests is up on this machine"
     return ""
-
-
-def _said(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 class Cluster:
@@ -82,25 +76,39 @@ class Cluster:
             "RLC_SHM": "4g",
             "RLC_NICE": "0",
         }
-        self._run([str(SCRIPTS / "up.sh")], check=True)
+        self.run([str(SCRIPTS / "up.sh")], check=True)
 
     def close(self) -> None:
-        self._run([str(SCRIPTS / "down.sh")])
+        self.run([str(SCRIPTS / "down.sh")])
 
-    def _run(self, command, *, check=False, cwd=None):
+    def run(self, command, *, check=False, cwd=None, seconds=120):
         done = subprocess.run(
-            command, env=self._env, cwd=cwd, text=True, capture_output=True, timeout=deadline(120)
+            command,
+            env=self._env,
+            cwd=cwd,
+            text=True,
+            capture_output=True,
+            timeout=deadline(seconds),
         )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
+    def start(self, command) -> subprocess.Popen[bytes]:
+        """Start a command and leave it running; it ends with the cluster."""
+        log = (self.state / "log/started.log").open("ab")
+        return subprocess.Popen(command, env=self._env, stdout=log, stderr=log)
+
     def on(self, node: str, *command: str, user: str | None = None, cwd=None):
         """Run a command on a node."""
+        return self.run(self.command(node, *command, user=user), cwd=cwd)
+
+    def command(self, node: str, *command: str, user: str | None = None) -> list[str]:
+        """The words that run a command on a node."""
         who = ("-u", user) if user else ()
         path = f"PATH={Path(sys.executable).parent}:/usr/sbin:/usr/bin:/bin"
         home = () if user else (f"HOME={self.state}",)
         words = [node, *who, "env", path, f"PYTHONPATH={ROOT}", *home, *command]
-        return self._run([str(SCRIPTS / "on.sh"), *words], cwd=cwd)
+        return [str(SCRIPTS / "on.sh"), *words]
 
     def kill(self, node: str) -> None:
         """A power failure."""
@@ -109,24 +117,53 @@ class Cluster:
 
     def cut(self, node: str) -> None:
         """Take a node off the network."""
-        self._run(["ip", "-n", f"rlc-{node}", "link", "set", "eth0", "down"], check=True)
+        self._link(node, "down")
 
     def connect(self, node: str) -> None:
-        self._run(["ip", "-n", f"rlc-{node}", "link", "set", "eth0", "up"], check=True)
+        self._link(node, "up")
+
+    def _link(self, node: str, state: str) -> None:
+        words = ("ip", "-n", f"{self.state.name}-{node}", "link", "set", "eth0", state)
+        self.run(words, check=True)
 
     def boot(self, node: str) -> None:
-        self._run([str(SCRIPTS / "node.sh"), node, f"10.77.0.{node[1:]}"], check=True)
+        self.run([str(SCRIPTS / "node.sh"), node, f"10.77.0.{node[1:]}"], check=True)
 
-    def launch(self, name: str, *words: str, user: str | None = None) -> Job:
+    def home(self, user: str | None) -> Path:
+        return self.state / "home" / user if user else self.state
+
+    def words(self, *more: str, steps: int = 100000) -> tuple[str, ...]:
+        """The words of a small run."""
+        limits = (
+            f"cluster.hang_timeout_s={deadline(30):.0f}",
+            f"cluster.start_timeout_s={deadline(300):.0f}",
+        )
+        return *SMALL, *limits, f"schedule.steps={steps}", *more
+
+    def launch(self, name: str, *words: str, user: str | None = None, steps: int = 100000) -> Job:
         """Launch a small run from the login node."""
-        home = self.state / "home" / user if user else self.state
-        cache = f"model.warmup.cache_dir={home}/cache"
-        command = ("python", "-m", "rlcore.cli", "launch", *SMALL, cache, *words)
+        home = self.home(user)
+        every = self.words(*words, steps=steps)
+        command = ("python", "-m", "rlcore.cli", "launch", *every)
         run_dir = home / name
         done = self.on("login", *command, f"run_dir={run_dir}", user=user, cwd=home)
         found = re.search(r"batch job (\d+)", done.stdout)
         assert found, done.stdout + done.stderr
         return Job(self, found[1], run_dir)
+
+
+@contextlib.contextmanager
+def small_cluster() -> Iterator[Cluster]:
+    state = Path(tempfile.mkdtemp(prefix="rlc-", dir="/tmp"))
+    state.chmod(0o755)
+    cluster = None
+    try:
+        cluster = Cluster(state)
+        yield cluster
+    finally:
+        if cluster is not None:
+            cluster.close()
+        shutil.rmtree(state, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

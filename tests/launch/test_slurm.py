@@ -1,16 +1,14 @@
 """What a real Slurm does to a job, and what the run makes of it: a whole run each.
 
-All of them run every night; `--turn N` selects two that rotate with N."""
+One always runs, all of them every night; `--turn N` selects two that rotate with N."""
 
 import re
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
-from slurm_cluster import THREE, TWO, Cluster, lacks
+from slurm_cluster import THREE, TWO, Job, lacks, small_cluster
 from timing import wait_until
 
+RLCORE = ("python", "-m", "rlcore.cli")
 SINGLE = ("cluster.launch.nodes=1",)
 
 
@@ -18,16 +16,8 @@ SINGLE = ("cluster.launch.nodes=1",)
 def slurm():
     if why := lacks():
         pytest.skip(why)
-    state = Path(tempfile.mkdtemp(prefix="rlc-", dir="/tmp"))
-    state.chmod(0o755)
-    cluster = None
-    try:
-        cluster = Cluster(state)
+    with small_cluster() as cluster:
         yield cluster
-    finally:
-        if cluster is not None:
-            cluster.close()
-        shutil.rmtree(state, ignore_errors=True)
 
 
 def left_on(slurm, job, *nodes):
@@ -40,13 +30,30 @@ def left_on(slurm, job, *nodes):
     return found
 
 
+def at_start(job):
+    wait_until(lambda: list(job.run_dir.glob(f"launch/{job.id}-n?.log")), 120, "Ray's start", 0.5)
+
+
+def in_checkpoint(job):
+    """While a checkpoint is written."""
+    job.wait_rows(1)
+    wait_until(lambda: list(job.run_dir.glob("checkpoints/.step_*.partial")), 240, "one", 0.02)
+
+
+MOMENTS = {"start": at_start, "training": Job.wait_rows, "checkpoint": in_checkpoint}
+OFTEN = "checkpoint.every=5"
+
+
 def cancel(slurm):
-    job = slurm.launch("cancel", *TWO)
-    job.wait_rows()
-    job.end()
-    assert job.shown("JobState") == "CANCELLED" and job.shown("Restarts") == "0"
-    assert job.newest == job.rows > 0 and "finishing the current step" in job.text
-    assert left_on(slurm, job, "n1", "n2") == []
+    """In training; then the folder's next job, while it writes a checkpoint."""
+    for moment in (Job.wait_rows, in_checkpoint):
+        job = slurm.launch("cancel", *TWO, OFTEN)
+        before = job.newest
+        moment(job)
+        job.end()
+        assert job.shown("JobState") == "CANCELLED" and job.shown("Restarts") == "0"
+        assert job.newest == job.rows > before and "finishing the current step" in job.text
+        assert left_on(slurm, job, "n1", "n2") == []
 
 
 def cancel_at_the_start(slurm):
@@ -60,59 +67,74 @@ def cancel_at_the_start(slurm):
 def cancel_by_rlcore(slurm):
     job = slurm.launch("ended", *SINGLE)
     job.wait_rows()
-    again = slurm.on("login", "python", "-m", "rlcore.cli", "jobs", f"run_dir={job.run_dir}")
+    again = slurm.on("login", *RLCORE, "jobs", f"run_dir={job.run_dir}")
     assert re.search(rf"^ *{job.id} +RUNNING .* {job.run_dir}$", again.stdout, re.MULTILINE)
-    slurm.on("login", "python", "-m", "rlcore.cli", "cancel", f"run_dir={job.run_dir}")
+    slurm.on("login", *RLCORE, "cancel", f"run_dir={job.run_dir}")
     job.wait("JobState", "FAILED", "COMPLETED", "CANCELLED")
     assert job.newest == job.rows > 0 and job.shown("Restarts") == "0"
 
 
-def requeue(slurm):
-    job = slurm.launch("requeue", *TWO)
-    job.wait_rows()
-    slurm.on("login", "scontrol", "requeue", job.id)
-    job.wait("JobState", "PENDING")
-    assert job.newest == job.rows > 0
-    went_on(job)
-
-
-def went_on(job):
-    """The job has resumed where it was stopped."""
+def comes_back(job, moment, stop, restarts):
+    """The job is stopped at a moment, loses no step, and goes on."""
+    MOMENTS[moment](job)
+    stop()
+    job.wait("JobState", "PENDING", seconds=240)
     stopped = job.newest
+    assert stopped == job.rows and (stopped > 0) == (moment != "start"), moment
     job.wait("JobState", "RUNNING", seconds=300)
-    job.wait_rows()
-    assert f"continuing from step_{stopped:06d}" in job.text and job.shown("Restarts") == "1"
+    if stopped:
+        job.wait_rows()
+        assert f"continuing from step_{stopped:06d}" in job.text
+    assert job.shown("Restarts") == str(restarts)
+
+
+def requeue(slurm):
+    job = slurm.launch("requeue", *TWO, OFTEN)
+    for i, moment in enumerate(MOMENTS, 1):
+        comes_back(job, moment, lambda: slurm.on("login", "scontrol", "requeue", job.id), i)
     job.end()
     assert job.newest == job.rows
 
 
 def time_limit(slurm):
-    job = slurm.launch("limit", *TWO, "cluster.launch.grace_s=60")
-    job.wait_rows()
-    minutes = int(job.shown("RunTime").split(":")[1]) + 2
-    slurm.on("login", "scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
-    job.wait("JobState", "PENDING", seconds=240)
-    assert job.newest == job.rows > 0
-    went_on(job)
+    job = slurm.launch("limit", *TWO, OFTEN, "cluster.launch.grace_s=60")
+
+    def shorten():
+        minutes = int(job.shown("RunTime").split(":")[1]) + 2
+        slurm.on("login", "scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
+
+    def signal():  # which Slurm sends within a minute of its time, too coarse for these moments
+        slurm.on("login", "scancel", "--batch", "--signal=USR1", job.id)
+
+    comes_back(job, "start", signal, 1)
+    comes_back(job, "training", shorten, 2)
+    slurm.on("login", "scontrol", "update", f"JobId={job.id}", "TimeLimit=UNLIMITED")
+    comes_back(job, "checkpoint", signal, 3)
+    job.end()
+    assert job.newest == job.rows
 
 
 def preempt(slurm):
-    words = ("+cluster.launch.sbatch={partition: low, nodelist: n3}",)
+    words = ("+cluster.launch.sbatch={partition: low, nodelist: n3}", OFTEN)
     job = slurm.launch("preempt", *SINGLE, *words)
-    job.wait_rows()
     other = ("--cpus-per-task=4", "--mem=6G", "--output=/dev/null", "--wrap=sleep 5")
-    slurm.on("login", "sbatch", "--partition=high", "--nodelist=n3", *other)
-    job.wait("JobState", "PENDING")
-    assert job.newest == job.rows > 0
-    went_on(job)
+
+    def stop():
+        slurm.on("login", "sbatch", "--partition=high", "--nodelist=n3", *other)
+
+    for i, moment in enumerate(MOMENTS, 1):
+        comes_back(job, moment, stop, i)
+    job.end()
+    assert job.newest == job.rows
 
 
 def node_lost(slurm):
-    job = slurm.launch("lost", *THREE)
+    job = slurm.launch("lost", *THREE, OFTEN)
     job.wait_rows()
     for role in ("BufferActor", "LearnerActor"):
         where = [n for n in ("n1", "n2", "n3") if runs(slurm, n, f"ray::{role}")]
         assert where == ["n1"], role  # beside the driver, as docs/scaling.md says
+    in_checkpoint(job)
     slurm.kill("n3")
     try:
         job.wait_rows(20)
@@ -130,8 +152,9 @@ def runs(slurm, node, title):
 
 
 def node_away(slurm):
-    job = slurm.launch("away", *THREE)
+    job = slurm.launch("away", *THREE, OFTEN)
     job.wait_rows()
+    in_checkpoint(job)
     slurm.cut("n3")
     wait_until(lambda: "n3 has left Ray" in job.text, 120, "the cut to be seen", 0.5)
     slurm.connect("n3")
@@ -159,29 +182,77 @@ def bad_node(slurm):
 
 
 def two_users(slurm):
-    """One after the other, and together, on one node."""
-    where = "+cluster.launch.sbatch={nodelist: n2}"
-    jobs = [slurm.launch("run", *SINGLE, where, user=user) for user in ("alice", "bob")]
-    for job in jobs:
-        job.wait_rows()
-    for job in jobs:
+    """On one node: both start at once, then one comes while the other writes a checkpoint."""
+    where = ("+cluster.launch.sbatch={nodelist: n2}", OFTEN)
+    first, second = (slurm.launch("run", *SINGLE, *where, user=user) for user in ("alice", "bob"))
+    first.wait_rows()
+    second.wait_rows()
+    second.end()
+    in_checkpoint(first)
+    third = slurm.launch("again", *SINGLE, *where, user="bob")
+    third.wait_rows()
+    first.wait_rows()
+    for job in (first, third):
         job.end()
-        assert job.newest == job.rows > 0
+    assert all(job.newest == job.rows > 0 for job in (first, second, third))
+
+
+def finished(slurm):
+    """A run that ends by itself, in a folder with a space, and its metrics meanwhile."""
+    page = ("logging.prometheus_port=9105", "logging.prometheus_host=0.0.0.0")
+    job = slurm.launch("a run", *SINGLE, *page, steps=30)
+    job.wait_rows(1)
+    # what `ssh -L 9105:n1:9105 login` connects to
+    shown = slurm.on("login", "wget", "-q", "-T", "20", "-O-", "http://n1:9105/metrics").stdout
+    assert "rlcore_" in shown
+    shown = slurm.on("n1", "sh", "-c", "cat /proc/$(pgrep -o raylet)/limits").stdout
+    soft, hard = re.search(r"Max open files +(\d+) +(\d+)", shown).groups()
+    assert soft == hard  # Ray opens a file for each of its connections
+    job.wait("JobState", "COMPLETED", seconds=240)
+    assert job.newest == job.rows == 30 and left_on(slurm, job, "n1") == []
+    lines = [line for line in job.text.splitlines() if line.strip()]
+    odd = [line for line in lines if re.search("srun|slurmstepd|error|CANCELLED|ray stop", line)]
+    assert odd == [], odd
+    assert "step 30/30" in job.text and "Ray runtime" not in job.text  # Ray's banners: 2-n1.log
+
+
+def in_salloc(slurm):
+    """The recipes of docs/scaling.md: the script by srun in an allocation of several nodes, and a
+    run of one node."""
+    run_dir = slurm.state / "by hand"
+    words = slurm.words(*TWO, f"run_dir={run_dir}", steps=5)
+    printed = slurm.on("login", *RLCORE, "launch", *words, "dry_run=true").stdout
+    script = slurm.state / "job.sh"
+    script.write_text(printed.split("# command\n")[0])
+    nodes = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2")
+    first = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=2")
+    command = slurm.command("login", "salloc", *nodes, *first, "bash", str(script))
+    done = slurm.run(command, seconds=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 5
+    own = [word for word in slurm.words(steps=5) if not word.startswith(("cluster=", "+cluster."))]
+    own = [word for word in own if not word.startswith("cluster.launch.")]
+    step = ("srun", *RLCORE, "train", *own, f"run_dir={slurm.state}/one")
+    command = slurm.command("login", "salloc", "--nodes=1", "--cpus-per-task=2", *step)
+    done = slurm.run(command, seconds=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len((slurm.state / "one/metrics.jsonl").read_text().splitlines()) == 5
 
 
 CASES = {
     case.__name__: case
     for case in (
         *(cancel, node_lost, requeue, cancel_at_the_start, preempt, node_away),
-        *(time_limit, two_users, bad_node, cancel_by_rlcore),
+        *(time_limit, two_users, bad_node, cancel_by_rlcore, finished, in_salloc),
     )
 }
 A_TURN = 2
+ALWAYS = "cancel_at_the_start"  # 17 s, wherever there is a Slurm
 
 
 def of_turn(turn):
-    """The cases of a turn; five turns in a row have all of them."""
-    names = list(CASES)
+    """The cases of a turn; six turns in a row have all of them."""
+    names = [name for name in CASES if name != ALWAYS]
     return {names[(A_TURN * turn + i) % len(names)] for i in range(A_TURN)}
 
 
@@ -189,16 +260,18 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         turn = metafunc.config.getoption("--turn")
         now = set() if turn is None else of_turn(turn)
-        marks = {name: () if name in now else pytest.mark.nightly for name in CASES}
+        marks = {name: [pytest.mark.slow] for name in CASES}
+        marks[ALWAYS] = []
+        for name in CASES.keys() - now - {ALWAYS}:
+            marks[name].append(pytest.mark.nightly)
         metafunc.parametrize("case", [pytest.param(n, marks=m) for n, m in marks.items()])
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_a_job_meets(case, slurm):
     CASES[case](slurm)
 
 
 def test_turns_have_all_cases():
-    assert set().union(*map(of_turn, range(3, 8))) == set(CASES)
+    assert set().union(*map(of_turn, range(3, 9))) == set(CASES) - {ALWAYS}
