@@ -64,7 +64,7 @@ FREE = {
     "correction": "none strata shadow shadow_every",
     "correction.tis": "cap floor level normalised adjusted widen_clip",
     "correction.mis": "low high level",
-    "correction.icepop": "low high",
+    "correction.icepop": "low high level",
     "correction.veto": "threshold",
     "correction.opsm": "delta target",
     "correction.m2po": "budget over",
