@@ -228,3 +228,25 @@ def test_names_that_are_looked_for(source, words):
     from rlcore.tasks.isolation.own import DANGEROUS
 
     assert named(source) & DANGEROUS == words
+
+
+# 0.8 s of CPU time, as of a package that a grader imports where it needs it; then what it is told
+IMPORTS = """
+    import sys
+    import time
+
+    def grade(item, response):
+        if "colorsys" not in sys.modules:
+            while time.process_time() < 0.8:
+                pass
+            import colorsys
+        while response == "for ever":
+            pass
+        return float(response == item.answer)
+"""
+
+
+def test_a_grader_may_import_for_longer_than_an_answer_may_take(make, monkeypatch):
+    monkeypatch.setattr("rlcore.tasks.isolation.own.TIMEOUT_S", 0.5)
+    task = make(IMPORTS, isolate=True)
+    assert [grade.reward for grade in graded(task, "5", "7")] == [1.0, 0.0]

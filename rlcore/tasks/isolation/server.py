@@ -39,6 +39,7 @@ from rlcore.tasks.sandbox.confinement import Confinement, make_root, own_mounts
 from rlcore.tasks.sandbox.server import LATE, WALL_TIMES
 from rlcore.types import Item
 
+COLD_S = 5.0  # of CPU time
 VERDICT_FD = 3
 POLL_S = 0.02
 MAX_ERROR = 300  # characters
@@ -61,6 +62,7 @@ class IsolationServer:
         self._tokens = wants_tokens(self._grade)
         self._item: Item | None = None  # of the last answer
         self._followed: set[str] = set()  # names of modules that `_import` has tried
+        self._cold = True  # no answer was graded to its end
         self._may_fork = "seccomp" not in layers
         self._confine(layers, packages)
         os.environ.update(HOME=self._folder, TMPDIR=self._folder)
@@ -70,7 +72,7 @@ class IsolationServer:
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         limits = {
             "RLIMIT_AS": size + (self._limits["memory_mib"] << 20),
-            "RLIMIT_CPU": math.ceil(self._limits["timeout_s"]) + 1,
+            "RLIMIT_CPU": math.ceil(max(self._limits["timeout_s"], COLD_S)) + 1,
             "RLIMIT_FSIZE": 0,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
@@ -98,8 +100,16 @@ class IsolationServer:
             os.close(out)
             if self._may_fork:
                 end_descendants()
+        self._cold = self._cold and verdict["status"] in ("stopped", "late")
         self._import(verdict.pop("modules", []))
         return verdict
+
+    @property
+    def _seconds(self) -> float:
+        """The limit of the next answer. Until one was graded to its end, each process imports what
+        the grader needs, which may take seconds of a slow processor."""
+        limit: float = self._limits["timeout_s"]
+        return max(limit, COLD_S) if self._cold else limit
 
     def _import(self, modules: list[str]) -> None:
         """Import what a scorer has imported in its process, so that later ones find it. Programs
@@ -132,9 +142,9 @@ class IsolationServer:
                 data += piece
                 if len(data) > MAX_VERDICT:
                     stopped = f"more than {MAX_VERDICT >> 20} MiB of verdict"
-            elif clock.charged() > self._limits["timeout_s"]:
+            elif clock.charged() > self._seconds:
                 stopped = self._time_limit()
-            elif clock.wall() > WALL_TIMES * self._limits["timeout_s"]:
+            elif clock.wall() > WALL_TIMES * self._seconds:
                 stopped = LATE
         if stopped or data.endswith(b"\n"):
             os.kill(pid, signal.SIGKILL)  # its verdict is given
@@ -149,7 +159,7 @@ class IsolationServer:
         return {"status": "stopped", "why": stopped or self._how(code)}
 
     def _time_limit(self) -> str:
-        return f"time limit of {self._limits['timeout_s']:g} s"
+        return f"time limit of {self._seconds:g} s"
 
     def _how(self, code: int) -> str:
         if -code in (signal.SIGPROF, signal.SIGXCPU, signal.SIGKILL):
@@ -183,7 +193,7 @@ class IsolationServer:
         before = set(sys.modules)
         rule = ArithmeticOnly()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, self._limits["timeout_s"])
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
         if self._limits["rule"] == "arithmetic":
             rule.install()
         further = {"tokens": tokens} if self._tokens else {}
