@@ -189,6 +189,11 @@ SECTIONS = [
         "cluster.launch.container_mounts=[/a:/b]",
     ),
     (
+        SLURM + "cluster.launch.sbatch.hetjob=a",
+        "launch.kind=kubernetes",
+        "cluster.launch.kind=kubernetes -cluster.launch.sbatch.hetjob=",
+    ),
+    (
         SLURM + "cluster.launch.sbatch.array=1-3",
         "use rlcore sweep",
         "-cluster.launch.sbatch.array=",
