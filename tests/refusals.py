@@ -31,3 +31,14 @@ def _parts(node: ast.expr) -> list[str]:
     if isinstance(node, ast.JoinedStr):
         return [part for value in node.values for part in _parts(value)]
     return [".*"]
+
+
+def changed(words, change):
+    """Words of a command after a remedy: `key=value` replaces a key's, `-key` takes words away."""
+    for word in change:
+        if word.startswith("-"):
+            words = [w for w in words if not w.startswith(word[1:])]
+        else:
+            key = word.partition("=")[0]
+            words = [*(w for w in words if not w.startswith(f"{key}=")), word]
+    return words

@@ -40,6 +40,8 @@ def chat(config: RunConfig, named: str | None, *, model_named: bool) -> int:
         model = ChatModel(config, path, folder)
     shown = sys.stdin.isatty()
     note(f"chat with {checkpoint or path}: {HELP}")
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
+        note("answers here are of the whole distribution: top_p, top_k and min_p are not applied")
     return converse(model.answer, sys.stdin, sys.stdout, prompt="> " if shown else "")
 
 
@@ -62,7 +64,8 @@ Answer = Callable[[Sequence[Message], Callable[[str], None]], str]
 def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> int:
     """Answer each line, with what was said before, and write answers as they are sampled.
 
-    Ctrl-C ends an answer; at the prompt it ends the conversation.
+    Ctrl-C ends an answer; at the prompt it ends the conversation. A question whose answer ended so,
+    or that the chat template refuses, is no part of what follows.
     """
     said: list[Message] = []
     while True:
@@ -79,10 +82,14 @@ def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> in
         if asked == "/new":
             said = []
         elif asked:
-            said.append({"role": "user", "content": asked})
-            with contextlib.suppress(KeyboardInterrupt):
-                found = answer(said, lambda piece: print(piece, end="", file=out, flush=True))
-                said.append({"role": "assistant", "content": found})
+            further = [*said, {"role": "user", "content": asked}]
+            try:
+                found = answer(further, lambda piece: print(piece, end="", file=out, flush=True))
+                said = [*further, {"role": "assistant", "content": found}]
+            except KeyboardInterrupt:
+                pass
+            except UserError as error:
+                out.write(str(error))
             out.write("\n")
 
 

@@ -8,6 +8,7 @@ import torch
 from rlcore.cli import main
 from rlcore.commands.chat import ChatModel, converse
 from rlcore.config.compose import load
+from rlcore.errors import UserError
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
@@ -46,17 +47,20 @@ def test_a_last_line_without_an_end_is_answered():
     assert echoed("one", prompt="> ")[0] == "> you said one\n> \n"
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation():
+def test_ctrl_c_and_a_refusal_end_an_answer_and_not_the_conversation():
     out = io.StringIO()
 
     def answer(said, show):
         show("half")
-        if len(said) == 1:
+        if said[-1]["content"] == "one":
             raise KeyboardInterrupt
+        if said[-1]["content"] == "two":
+            raise UserError("refused.")
+        assert [m["content"] for m in said] == ["three"]
         return "whole"
 
-    assert converse(answer, io.StringIO("one\ntwo\n"), out) == 0
-    assert out.getvalue() == "half\nhalf\n"
+    assert converse(answer, io.StringIO("one\ntwo\nthree\n"), out) == 0
+    assert out.getvalue() == "half\nhalfrefused.\nhalf\n"
 
 
 def test_answers_are_the_model_s_own(folder, tmp_path):

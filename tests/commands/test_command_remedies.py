@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_remedies import FORECASTS, OTHERS, PREPARED, WITHOUT
-from refusals import patterns
+from refusals import changed, patterns
 
 import rlcore.commands
 from rlcore.cli import main
@@ -81,16 +81,6 @@ def _refusal(words):
     return ""
 
 
-def _changed(words, change):
-    for word in change:
-        if word.startswith("-"):
-            words = [w for w in words if not w.startswith(word[1:])]
-        else:
-            key = word.partition("=")[0]
-            words = [*(w for w in words if not w.startswith(f"{key}=")), word]
-    return words
-
-
 def _filled(text, given):
     for name in [*CONFIGS, *RATES, *RUNS, "rows.jsonl"]:
         text = text.replace(f"{{{name.partition('.')[0]}}}", str(given / name))
@@ -110,10 +100,10 @@ def _first(words, given):
     [pytest.param(*c, marks=() if id(c) in FEW else pytest.mark.slow) for c in CASES],
 )
 def test_a_remedy_changes_the_next_sentence(words, said, change, given):
-    before, changed = _filled(words, given).split(), _filled(change, given).split()
+    before, remedy = _filled(words, given).split(), _filled(change, given).split()
     sentence = _refusal(before)
     assert "\n" not in sentence and said in sentence, sentence
-    assert _refusal(_changed(before, changed)) != sentence
+    assert _refusal(changed(before, remedy)) != sentence
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from refusals import patterns
+from refusals import changed, patterns
 from remedies import refusal
 from section_remedies import SECTIONS, WITHOUT
 from test_config_refusals import REFUSED
@@ -13,16 +13,6 @@ from test_config_refusals import REFUSED
 import rlcore
 
 FILES = re.compile(r"(\w+_)?specs\.py|checks\.py|centre\.py|jackpot\.py|tis\.py")
-
-
-def _changed(words, change):
-    for word in change:
-        if word.startswith("-"):
-            words = [w for w in words if not w.startswith(word[1:])]
-        else:
-            key = word.partition("=")[0]
-            words = [*(w for w in words if not w.startswith(f"{key}=")), word]
-    return words
 
 
 FEW = {id(case) for case in SECTIONS[::9]}
@@ -35,7 +25,7 @@ FEW = {id(case) for case in SECTIONS[::9]}
 def test_a_remedy_of_a_section_changes_the_next_sentence(words, said, change):
     sentence = refusal(words.split())
     assert "\n" not in sentence and said in sentence, sentence
-    assert refusal(_changed(words.split(), change.split())) != sentence
+    assert refusal(changed(words.split(), change.split())) != sentence
 
 
 @pytest.mark.slow

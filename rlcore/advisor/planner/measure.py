@@ -55,7 +55,8 @@ class MeasuredRun:
         values = [row[name] for row in self.steady if row.get(name) is not None]
         if not values:
             raise UserError(
-                f"{self.name} has no {name} in its steady rows: run it again with this version."
+                f"{self.name} has no {name} in its steady rows: run it again with this version and "
+                "logging.detail=full."
             )
         return np.array(values, float)
 
