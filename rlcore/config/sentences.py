@@ -103,6 +103,8 @@ def is_text(key: str) -> bool:
         forms = list(sections(field.annotation))
         if not parts:
             return field.annotation is str or field.annotation == str | None
+        if field.annotation == dict[str, str]:
+            return len(parts) == 1
         model, labelled = forms[-1] if forms else (None, False)
         if model is not None and labelled and parts:
             parts.pop(0)
@@ -136,6 +138,8 @@ def _one(error: ErrorDetails) -> str:
         return (
             f"{key}={value} is not accepted: {hint + '; ' if hint else ''}choose one of: {choices}"
         )
+    if kind == "string_type" and isinstance(error.get("input"), int | float):
+        return f"{key}={value} is not accepted: it should be text, so write it in quotes"
     what = error["msg"].removeprefix("Value error, ")
     if " should have " in what:  # of a length
         counted = what.partition(" should have ")[2].partition(" after validation")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from rlcore.errors import UserError
 from rlcore.spec import Spec, Unread, refuse, setting
@@ -22,6 +22,7 @@ ELSEWHERE = ("slurm", "kubernetes")  # kinds that get nodes for the run
 LEARNER_NODE = ("learner_cpus_per_node", "learner_gpus_per_node", "learner_memory_gib_per_node")
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 MOUNT = re.compile(r"/[^:,]*:/[^:,]*(:ro)?")
+TIMES = ("time", "time-min", "begin", "deadline")  # options of sbatch
 SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)", re.IGNORECASE)
 
 
@@ -213,6 +214,17 @@ class LaunchSpec(Spec):
             f"{key}.tolerations.{min(unknown, default='')} is no field of a toleration: choose "
             f"among {', '.join(TOLERATION)}.",
         )
+
+    @field_validator("env", "sbatch", "node_selector", "labels", mode="before")
+    @classmethod
+    def _takes_numbers(cls, data: Any) -> Any:
+        """Numbers as text, but a time as a number, which may be YAML's reading of 24:00:00."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: str(value) if type(value) in (int, float) and name not in TIMES else value
+            for name, value in data.items()
+        }
 
     @property
     def least_nodes(self) -> int:

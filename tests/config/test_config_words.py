@@ -33,6 +33,12 @@ def test_quotes_around_a_whole_text_are_the_grammars(word):
     assert load([*BASE, f"model.system_prompt={word}"]).model.system_prompt == "x=1"
 
 
+@pytest.mark.parametrize("text", ["2", "010", "1e3", "24:00:00", "true"])
+def test_an_option_of_sbatch_is_taken_as_it_stands(text):
+    loaded = load([*BASE, "cluster=slurm", f"+cluster.launch.sbatch.nice={text}"])
+    assert loaded.cluster.launch.sbatch == {"nice": text}
+
+
 def test_null_and_other_types_stay_what_they_are():
     assert load([*BASE, "model.system_prompt=null"]).model.system_prompt is None
     assert load([*BASE, "task.args.instruction=y=2"]).task.args["instruction"] == "y=2"

@@ -126,6 +126,13 @@ class Cluster:
         words = ("ip", "-n", f"{self.state.name}-{node}", "link", "set", "eth0", state)
         self.run(words, check=True)
 
+    def allow_silence(self, seconds: int) -> None:
+        """Set how long a node may be silent before Slurm takes it from its jobs (SlurmdTimeout)."""
+        path = self.state / "etc/slurm.conf"
+        text = re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={seconds}", path.read_text())
+        path.write_text(text)
+        self.on("login", "scontrol", "reconfigure")
+
     def boot(self, node: str) -> None:
         self.run([str(SCRIPTS / "node.sh"), node, f"10.77.0.{node[1:]}"], check=True)
 

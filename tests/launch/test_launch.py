@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlcore.config.compose import load
 from rlcore.errors import StageError, UserError
 from rlcore.launch import launch, render
 from rlcore.launch.specs import LaunchSpec
@@ -74,6 +75,25 @@ def test_settings_that_do_not_fit_name_their_key(settings, run_dir, message):
 def test_an_array_is_refused_for_a_sweep():
     with pytest.raises(UserError, match=r"sbatch\.array=0-3 is not accepted.*rlcore sweep"):
         LaunchSpec(kind="slurm", sbatch={"array": "0-3"}).check("cluster.launch")
+
+
+def test_numbers_are_accepted_where_text_is_meant(tmp_path):
+    given = {"env": {"OMP_NUM_THREADS": 2}, "sbatch": {"nice": 10, "time": "60"}}
+    text = render(LaunchSpec(kind="slurm", **given), [], f"{tmp_path}/run").text()
+    assert "#SBATCH --nice=10\n#SBATCH --time=60\n" in text and "OMP_NUM_THREADS=2\n" in text
+
+
+def test_a_time_is_written_in_quotes(tmp_path):
+    """YAML reads it as a number of seconds, and Slurm would take that for minutes."""
+    file = tmp_path / "cluster/mine.yaml"
+    file.parent.mkdir()
+    words = ["experiment=quickstart", f"run_dir={tmp_path}/run", "cluster=mine"]
+    text = "# Mine.\ndefaults: [slurm]\nlaunch:\n  sbatch:\n    time: {}\n"
+    file.write_text(text.format("24:00:00"))
+    with pytest.raises(UserError, match=r"time=86400 is not accepted: .*write it in quotes"):
+        load(words, tmp_path)
+    file.write_text("# By me.\n" + text.format("'24:00:00'"))
+    assert load(words, tmp_path).cluster.launch.sbatch == {"time": "24:00:00"}
 
 
 def test_parts_of_a_job_with_other_amounts_are_refused():

@@ -152,18 +152,23 @@ def runs(slurm, node, title):
 
 
 def node_away(slurm):
-    job = slurm.launch("away", *THREE, OFTEN)
-    job.wait_rows()
-    in_checkpoint(job)
-    slurm.cut("n3")
-    wait_until(lambda: "n3 has left Ray" in job.text, 120, "the cut to be seen", 0.5)
-    slurm.connect("n3")
-    wait_until(lambda: "n3 is back in Ray" in job.text, 240, "Ray on n3 again", 0.5)
-    wait_until(lambda: runs(slurm, "n3", "ray::RolloutActor"), 240, "an actor there", 0.5)
-    assert (job.shown("JobState"), job.shown("Restarts")) == ("RUNNING", "0")
-    job.wait_rows()
-    job.end()
-    assert job.newest == job.rows
+    """For less than SlurmdTimeout: Slurm leaves the node in the job."""
+    slurm.allow_silence(300)
+    try:
+        job = slurm.launch("away", *THREE, OFTEN)
+        job.wait_rows()
+        in_checkpoint(job)
+        slurm.cut("n3")
+        wait_until(lambda: "n3 has left Ray" in job.text, 120, "the cut to be seen", 0.5)
+        slurm.connect("n3")
+        wait_until(lambda: "n3 is back in Ray" in job.text, 240, "Ray on n3 again", 0.5)
+        wait_until(lambda: runs(slurm, "n3", "ray::RolloutActor"), 240, "an actor there", 0.5)
+        assert (job.shown("JobState"), job.shown("Restarts")) == ("RUNNING", "0")
+        job.wait_rows()
+        job.end()
+        assert job.newest == job.rows
+    finally:
+        slurm.allow_silence(20)
 
 
 def bad_node(slurm):
