@@ -9,7 +9,8 @@ into the configuration of a run; constructors take them whole. Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,6 +30,16 @@ class Unread(NamedTuple):
     because: str  # names the settings that decide
 
 
+class Fixed(StrEnum):
+    """Why a run that goes on from a checkpoint keeps a setting's value."""
+
+    PROBLEMS = "problems that the checkpoint counts, remembers and has in flight would be others"
+    ASKED = "samples of one prompt would answer different questions"
+    MODEL = "the checkpoint goes on with the model that it was made of"
+    WEIGHTS = "the checkpoint's weights and optimizer state are of these"
+    SAMPLED = "samples in the checkpoint's buffer were drawn otherwise than the learner assumes"
+
+
 class Spec(BaseModel):
     """Settings that belong together. Unknown keys and infinities are refused; values never change.
 
@@ -43,6 +54,11 @@ class Spec(BaseModel):
     #: which settings are dead under which others: a run that sets one is warned
     #: (`config/unread.py: unread`)
     unread: ClassVar[tuple[Unread, ...]] = ()
+    #: settings that a resumed run cannot change, and why, in a word of `Fixed` or an own sentence;
+    #: a section stands for all that it holds (`config/resuming.py: check_resume`)
+    fixed: ClassVar[Mapping[str, str]] = {}
+    #: sections that a resumed run can neither add nor drop, and why; what they hold may change
+    fixed_presence: ClassVar[Mapping[str, str]] = {}
 
     def dead(self) -> Iterator[tuple[str, str]]:
         """Each setting that nothing reads under the others, and why."""
@@ -50,6 +66,12 @@ class Spec(BaseModel):
             for pair in cls.__dict__.get("unread", ()):
                 if pair.where(self):
                     yield from ((name, pair.because) for name in pair.names)
+
+    def kept(self, *, presence: bool = False) -> Iterator[tuple[str, str]]:
+        """Each setting that a resumed run cannot change (`presence`: add or drop), and why."""
+        name = "fixed_presence" if presence else "fixed"
+        for cls in type(self).__mro__:
+            yield from cls.__dict__.get(name, {}).items()
 
     def check(self, key: str) -> None:
         """Raise UserError if settings of this specification contradict each other.

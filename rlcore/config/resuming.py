@@ -1,9 +1,9 @@
 """The settings that a run cannot change when it goes on from a checkpoint.
 
-Every key of the schema either stands here or may change; `tests/config/test_config_resuming.py`
-holds the list of those that may, so that a new key is put on one side or the other. A plan and a
-mixture of tasks check themselves what they can continue from (`Plan.check_resume`,
-`Mixture.restore`).
+Each specification names its own (`Spec.fixed`, `Spec.fixed_presence`), a user's correction
+included; `tests/config/test_config_resuming.py` lists the settings that may change, so that a new
+one is put on one side or the other. A plan and a mixture of tasks check themselves what they can
+continue from (`Plan.check_resume`, `Mixture.restore`).
 """
 
 from __future__ import annotations
@@ -13,67 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlcore.config.schema import RunConfig
-from rlcore.spec import refuse
+from rlcore.config.sentences import specifications
+from rlcore.spec import Spec, refuse
 
-_PROBLEMS = "problems that the checkpoint counts, remembers and has in flight would be others"
-_ASKED = "samples of one prompt would answer different questions"
-_MODEL = "the checkpoint goes on with the model that it was made of"
-_WEIGHTS = "the checkpoint's weights and optimizer state are of these"
-_SAMPLED = "samples in the checkpoint's buffer were drawn otherwise than the learner would assume"
-
-# Keys of the schema, with * for a label: a label that only one of the two has is not compared.
-# A key that stands for a mapping stands for all below it.
-FIXED = {
-    "seed": _PROBLEMS,
-    "model.path": _MODEL,
-    "model.fresh": _MODEL,
-    "model.diffusion": _SAMPLED,
-    "model.warmup.steps": _MODEL,
-    "model.warmup.batch_size": _MODEL,
-    "model.warmup.lr": _MODEL,
-    "model.warmup.precision": _MODEL,
-    "model.warmup.lr_warmup_steps": _MODEL,
-    "model.warmup.lr_schedule": _MODEL,
-    "model.chat_template": _ASKED,
-    "model.chat_template_args": _ASKED,
-    "model.tool_parser": _ASKED,
-    "model.system_prompt": _ASKED,
-    "model.control_tokens": _ASKED,
-    "task.name": _PROBLEMS,
-    "task.args": _PROBLEMS,
-    "task.overlong_rows": _PROBLEMS,
-    "task.*.name": _PROBLEMS,
-    "task.*.args": _PROBLEMS,
-    "task.*.overlong_rows": _PROBLEMS,
-    "task.*.temperature": _SAMPLED,
-    "task.*.environment.name": _ASKED,
-    "task.*.environment.args": _ASKED,
-    "environment.name": _ASKED,
-    "environment.args": _ASKED,
-    "actor.*.draft_path": _WEIGHTS,
-    "actor.*.draft_fresh": _WEIGHTS,
-    "rollout.temperature": _SAMPLED,
-    "rollout.top_p": _SAMPLED,
-    "rollout.top_k": _SAMPLED,
-    "rollout.min_p": _SAMPLED,
-    "schedule.lag": "batches in the checkpoint's buffer have the age that it gave them",
-    "correction.dvp.rho": _SAMPLED,
-    "actor.*.correction.dvp.rho": _SAMPLED,
-    "learner.engine": _WEIGHTS,
-    "critic.kind": _WEIGHTS,
-    "critic.lora.rank": _WEIGHTS,
-    "critic.lora.alpha": _WEIGHTS,
-    "critic.lora.targets": _WEIGHTS,
-    "learner.router_replay": _SAMPLED,
-    "learner.lora.rank": _WEIGHTS,
-    "learner.lora.alpha": _WEIGHTS,
-    "learner.lora.targets": _WEIGHTS,
-    "learner.distill.lora.rank": _WEIGHTS,
-    "learner.distill.lora.alpha": _WEIGHTS,
-    "learner.distill.lora.targets": _WEIGHTS,
-}
-# Sections whose presence cannot change; their contents may.
-PRESENT = {"learner.draft": _WEIGHTS}
 # Arguments of tasks and environments that change neither problem nor question: how an answer is
 # judged, which may change as rewards may, and where graders run.
 FREE_ARGUMENTS = (
@@ -93,16 +35,11 @@ def check_resume(before: RunConfig, now: RunConfig) -> None:
 
     `before`: the configuration in the run's config.yaml.
     """
-    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    for pattern, why in FIXED.items():
-        section, star, _ = pattern.partition(".*.")
-        if section.startswith("task") and not before.mixed == now.mixed == bool(star):
-            continue  # keys of the other form; `Mixture.restore` refuses one where the other was
-        for key in _concrete(pattern, old, new):
-            _compare(key, _value(old, key), _value(new, key), why, now.run_dir)
-    for key, why in PRESENT.items():
-        if (_value(old, key) is None) != (_value(new, key) is None):
-            _compare(key, _value(old, key), _value(new, key), why, now.run_dir)
+    found = [dict(specifications(config)) for config in (before, now)]
+    for key in found[0] | found[1]:
+        if _in_both(key, before, now):
+            old, new = (specs.get(key) for specs in found)
+            _compare_section(key, old, new, now.run_dir)
 
 
 # Numbers of threads, by which sums round.
@@ -116,14 +53,46 @@ def other_threads(before: RunConfig, now: RunConfig) -> str | None:
         return None
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     changed = [
-        f"{key}={_shown(_value(new, key))} (begun with {_shown(_value(old, key))})"
+        f"{key}={_shown(_at(new, key))} (begun with {_shown(_at(old, key))})"
         for pattern in THREADS
         for key in _concrete(pattern, old, new)
-        if _value(old, key) != _value(new, key)
+        if _at(old, key) != _at(new, key)
     ]
     if not changed:
         return None
     return f"{', '.join(changed)}: sums round otherwise, so this is no exact continuation"
+
+
+def _in_both(key: str, before: RunConfig, now: RunConfig) -> bool:
+    """Return whether a section is of what both runs train with: not of a label that only one has,
+    of the other form of `task` (`Mixture.restore` refuses that), or of a measured list."""
+    section, _, rest = key.partition(".")
+    label = rest.partition(".")[0]
+    if section == "actor":
+        return label in before.actor and label in now.actor
+    if section == "task":
+        both = label in before.tasks and label in now.tasks
+        return before.mixed == now.mixed and (both or not now.mixed)
+    return not key.startswith("correction.shadow.")
+
+
+def _compare_section(key: str, old: Spec | None, new: Spec | None, run_dir: str) -> None:
+    """Raise UserError for a difference in what the specifications keep. None: no such section."""
+    for spec in (old, new):
+        for name, why in spec.kept() if spec is not None else ():
+            _compare(
+                f"{key}.{name}".lstrip("."), _value(old, name), _value(new, name), why, run_dir
+            )
+    presence = new.kept(presence=True) if old is not None and new is not None else ()
+    for name, why in presence:
+        had, has = _value(old, name), _value(new, name)
+        if (had is None) != (has is None):
+            _compare(f"{key}.{name}", had, has, why, run_dir)
+
+
+def _value(spec: Spec | None, name: str) -> Any:
+    """A setting as it is written to config.yaml; None where the section does not have it."""
+    return spec.model_dump(mode="json", include={name}).get(name) if spec is not None else None
 
 
 def _compare(key: str, old: Any, new: Any, why: str, run_dir: str) -> None:
@@ -149,9 +118,8 @@ def _concrete(pattern: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> I
     yield from (f"{head}.{label}.{tail}" for label in sorted({*old[head]} & {*new[head]}))
 
 
-def _value(config: Any, key: str) -> Any:
-    """The value of a key; None where a section is null or absent, such as one that is not
-    selected."""
+def _at(config: Any, key: str) -> Any:
+    """The value of a key; None where a section is null or absent."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config

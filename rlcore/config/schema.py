@@ -44,7 +44,7 @@ from rlcore.models.specs import ModelSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec
 from rlcore.registry import resolve
 from rlcore.rollout.specs import ActorSpec, RolloutSpec, TeacherEngineSpec
-from rlcore.spec import Spec, Unread, refuse, setting
+from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 from rlcore.tasks.specs import GradingSpec, MixedTaskSpec, TaskSpec
 from rlcore.weights.specs import TransportSpec
 
@@ -277,6 +277,8 @@ OWN_ROLLOUT = ("samples_per_prompt", "max_new_tokens", "stop", "temperature")
 
 class RunConfig(Spec):
     """Every setting of a run."""
+
+    fixed: ClassVar[Mapping[str, str]] = {"seed": Fixed.PROBLEMS}
 
     run_dir: str = setting(
         min_length=1,

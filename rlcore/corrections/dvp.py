@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, log
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -11,7 +12,7 @@ from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import Bias
-from rlcore.spec import setting
+from rlcore.spec import Fixed, setting
 from rlcore.types import SamplingSpec, StepTensors
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class DvpSpec(CorrectionSpec):
     method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
     sequence_wise: ClassVar[bool] = True
     zeroes: ClassVar[bool] = True
+    fixed: ClassVar[Mapping[str, str]] = {"rho": Fixed.SAMPLED}
 
     rho: float = setting(exp(-13.0), "safe set: p >= rho * max p", gt=0, lt=1)
     zero: Literal["token", "trajectory"] = setting(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rlcore.models.specs import TemplateSpec
-from rlcore.spec import Spec, Unread, setting
+from rlcore.spec import Fixed, Spec, Unread, setting
 from rlcore.tasks.specs import EvalTaskSpec
 
 
@@ -28,6 +29,7 @@ class EnvironmentSpec(Spec):
             "name=null plays no environment",
         ),
     )
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(("name", "args"), Fixed.ASKED)
 
     name: str | None = setting(
         None,

@@ -11,7 +11,7 @@ from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
 from rlcore.learner.optimizer_specs import OffloadSpec, OptimizerSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
-from rlcore.spec import Spec, Unread, refuse, setting
+from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 from rlcore.types import SamplingSpec
 from rlcore.weights.specs import RoundingSpec
 
@@ -54,6 +54,8 @@ LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: Max
 
 class LoraSpec(Spec):
     """Low-rank adapters, trained instead of the model."""
+
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(("rank", "alpha", "targets"), Fixed.WEIGHTS)
 
     rank: int = setting(16, "of the adapters", gt=0)
     alpha: float = setting(32.0, "scale: alpha / rank", gt=0)
@@ -124,6 +126,7 @@ class CriticSpec(ValueSpec):
             "traces=gae has no ratio",
         ),
     )
+    fixed: ClassVar[Mapping[str, str]] = {"kind": Fixed.WEIGHTS}
 
     kind: Literal["none", "value_head", "model"] = setting(
         "none",
@@ -164,6 +167,11 @@ class LearnerSpec(OptimizerSpec):
             "zero_stage is not 3, which alone has such a stream",
         ),
     )
+    fixed: ClassVar[Mapping[str, str]] = {
+        "engine": Fixed.WEIGHTS,
+        "router_replay": Fixed.SAMPLED,
+    }
+    fixed_presence: ClassVar[Mapping[str, str]] = {"draft": Fixed.WEIGHTS}
 
     engine: str = setting("deepspeed", "training engine, or file.py:Class")
     ranks: int = setting(1, "processes that train, a GPU each", gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import cos, pi
 from typing import Any, ClassVar, Literal
 
@@ -81,6 +82,10 @@ class TargetSpec(Spec):
 
 class ScheduleSpec(BatchingSpec):
     """How long a run is, and how generation and learning interleave."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "lag": "batches in the checkpoint's buffer have the age that it gave them"
+    }
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from rlcore.errors import UserError
-from rlcore.spec import Spec, Unread, refuse, setting
+from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 
 
 class FreshModelSpec(Spec):
@@ -33,6 +34,10 @@ class FreshModelSpec(Spec):
 
 class WarmUpSpec(Spec):
     """Supervised warm-up on the task's worked answers; runs of equal settings reuse the result."""
+
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("steps", "batch_size", "lr", "precision", "lr_warmup_steps", "lr_schedule"), Fixed.MODEL
+    )
 
     steps: int = setting(220, "supervised optimizer steps", gt=0)
     batch_size: int = setting(128, "worked answers a step", gt=0)
@@ -93,6 +98,10 @@ class TemplateSpec(Spec):
             "chat_template=off reads no template",
         ),
     )
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("chat_template", "chat_template_args", "tool_parser", "system_prompt", "control_tokens"),
+        Fixed.ASKED,
+    )
 
     chat_template: str = setting(
         "auto",
@@ -124,6 +133,12 @@ class TemplateSpec(Spec):
 
 class ModelSpec(TemplateSpec):
     """The starting policy: a model folder, or a fresh small model."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "path": Fixed.MODEL,
+        "fresh": Fixed.MODEL,
+        "diffusion": Fixed.SAMPLED,
+    }
 
     path: str | None = setting(None, "Hugging Face folder of the starting policy")
     fresh: FreshModelSpec | None = setting(None, "made when path is null")

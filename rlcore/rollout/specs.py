@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -9,7 +10,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.registry import load_object, resolve
-from rlcore.spec import Spec, Unread, refuse, setting
+from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import BLOCK_FORMATS, Rounding, RoundingSpec
@@ -20,6 +21,10 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 class RolloutSpec(Spec):
     """The sampling of responses to each prompt."""
+
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("temperature", "top_p", "top_k", "min_p"), Fixed.SAMPLED
+    )
 
     samples_per_prompt: int = setting(8, "n: group size", gt=0)
     temperature: float = setting(1.0, "of sampling; the learner applies the same", gt=0)
@@ -70,6 +75,8 @@ class SpeculateSpec(Spec):
 
 class ActorSpec(RoundingSpec):
     """Engines of one kind."""
+
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(("draft_path", "draft_fresh"), Fixed.WEIGHTS)
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(

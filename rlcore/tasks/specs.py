@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Fixed, Spec, refuse, setting
 from rlcore.tasks.rewards.specs import RewardSpec, check_labels
 
 # The treatment of rows whose prompt is longer than the model can hold before an answer.
@@ -98,6 +99,10 @@ class DifficultySpec(Spec):
 class TaskSpec(EvalTaskSpec, GradingSpec):
     """A task that is trained on."""
 
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("name", "args", "overlong_rows"), Fixed.PROBLEMS
+    )
+
     difficulty: DifficultySpec | None = None
 
 
@@ -106,6 +111,8 @@ class MixedTaskSpec(TaskSpec):
 
     Its label is the key, which is also the first part of its prompt ids.
     """
+
+    fixed: ClassVar[Mapping[str, str]] = {"temperature": Fixed.SAMPLED}
 
     weight: float = setting(
         1.0, "its share of the prompts, relative to the other tasks'; 0: no more are drawn", ge=0

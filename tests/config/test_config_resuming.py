@@ -2,10 +2,12 @@
 
 import pytest
 
+from rlcore.config import resuming
 from rlcore.config.compose import check_resume, load, other_threads, to_yaml
-from rlcore.config.resuming import FIXED, PRESENT
-from rlcore.config.sentences import keys
+from rlcore.config.schema import RunConfig
+from rlcore.config.sentences import keys, sections
 from rlcore.errors import UserError
+from rlcore.learner.specs import DraftLearnerSpec
 
 # Nothing of these reaches what a checkpoint holds: how rewards are made and graded
 # (docs/rewards.md), what the learner makes of samples, pace, processes, records.
@@ -101,18 +103,28 @@ def below(key, section):
     return key == section or key.startswith(f"{section}.")
 
 
+def fixed(model=RunConfig, prefix=""):
+    """The keys that specifications keep on resume; LABEL stands for a user's name."""
+    for name, info in model.model_fields.items():
+        inner = list(sections(info.annotation))
+        if any(name in cls.__dict__.get("fixed", ()) for cls in model.__mro__):
+            yield f"{prefix}{name}"
+        for below, labelled in inner:
+            yield from fixed(below, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
+
+
 def test_every_key_is_known_to_be_fixed_or_free_on_resume():
-    fixed = [pattern.replace("*", "LABEL") for pattern in FIXED]
+    kept = list(fixed())
     free = {f"{section}.{name}".lstrip(".") for section in FREE for name in FREE[section].split()}
     for key in keys():
         sides = [
-            any(below(key, pattern) for pattern in fixed),
+            any(below(key, pattern) for pattern in kept),
             key in free or any(below(key, section) for section in FREE_SECTIONS),
         ]
-        assert sum(sides) == 1, f"{key}: put it into config/resuming.py or into FREE of this test"
+        assert sum(sides) == 1, f"{key}: name it in `fixed` of its specification or in FREE here"
     known = list(keys())
     assert free <= {*known}, sorted(free - {*known})
-    for pattern in (*fixed, *PRESENT, *FREE_SECTIONS):
+    for pattern in (*kept, *FREE_SECTIONS):
         assert any(below(key, pattern) for key in known), f"{pattern} is no key any more"
 
 
@@ -181,6 +193,33 @@ def test_what_would_make_the_rest_of_a_run_another_one_is_refused(
 )
 def test_what_leaves_the_rest_of_a_run_right_is_accepted(tmp_path, started, words):
     resumed(tmp_path, started, *words)
+
+
+def test_a_correction_of_ones_own_says_what_it_keeps(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from rlcore.corrections.specs import CorrectionSpec\n"
+        "from rlcore.spec import setting\n\n\n"
+        "class MySpec(CorrectionSpec):\n"
+        "    method = 'rlcore.corrections.tis:Tis'\n"
+        "    fixed = {'sampled': 'actors have drawn with it'}\n"
+        "    sampled: float = setting(1.0, 'how')\n"
+        "    cap: float = setting(2.0, 'most')\n"
+    )
+    own = [*BASE, f"+correction.mine.name='{tmp_path}/mine.py:MySpec'"]
+    resumed(tmp_path, own, *own, "+correction.mine.cap=3")
+    with pytest.raises(UserError, match=r"^correction\.mine\.sampled=2.0 .*: actors have drawn"):
+        resumed(tmp_path, own, *own, "+correction.mine.sampled=2")
+
+
+def test_a_draft_that_learns_can_be_neither_added_nor_dropped(tmp_path):
+    before = load([f"run_dir={tmp_path}", *BASE])
+    now = before.model_copy(
+        update={"learner": before.learner.model_copy(update={"draft": DraftLearnerSpec()})}
+    )
+    for one, other in ((before, now), (now, before)):
+        with pytest.raises(UserError, match=r"^learner\.draft="):
+            resuming.check_resume(one, other)
+    resuming.check_resume(now, now)
 
 
 def test_other_threads_of_a_synchronous_run_are_named(tmp_path):
