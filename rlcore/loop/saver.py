@@ -355,7 +355,7 @@ class Saver:
         """Note that the checkpoint of `step` is left out, since the one before is still being
         written."""
         self._note(
-            f"the checkpoint of step {step} is left out: the disk is still busy with the one before"
+            f"the checkpoint of step {step} is left out: the one before is still being written"
         )
 
     def scored(
