@@ -10,7 +10,7 @@ Beside the worlds, a bandit with a rare best action (`needle`): does an actor's 
 Everything is float64 from numpy's generator, whose draws are the same on every machine.
 
 Writes `benchmarks/results/evidence/estimator_lab.json`, the block of results on
-`docs/evidence/estimator-lab.md`, and its figure.
+`benchmarks/results/evidence/estimator-lab.md`, and its figure.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ starting. Order of the runs:
 
 A study without a sweep runs, seed after seed, its arms at all its sizes; then the further arms.
 
-The page `docs/evidence/NAME.md` keeps its text; the block between its two markers, and the figure,
+The page `NAME.md` beside them keeps its text; the block between its two markers, and the figure,
 are made from the lines. The policy is evaluated on a plain engine with its own weights, never on
 the degraded actor (but in `strata`, whose page says so).
 """

@@ -28,7 +28,7 @@ from evidence_tables import (
 )
 from harness import table
 
-PAGES = Path(__file__).resolve().parent.parent / "docs" / "evidence"
+PAGES = Path(__file__).resolve().parent / "results" / "evidence"
 BEGIN, END = "<!-- results: written by benchmarks/evidence.py -->", "<!-- end of results -->"
 MOST = 4  # arms in a panel
 Arm = tuple[str, list[Line]]  # its name, its runs at one size

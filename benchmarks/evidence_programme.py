@@ -3,8 +3,8 @@
     python benchmarks/evidence.py floor_64 --background --minutes 600
 
 runs what is missing of one, detached and at low priority; the same command continues it.
-`docs/evidence/programme.md` lists all of them with the verdicts that their runs have so far. What
-is changed here after a study's first run is a deviation, and is said on that page.
+`results/evidence/programme.md` lists all of them with the verdicts of their runs so far. What is
+changed here after a study's first run is a deviation, and is said on that page.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def machines_of(found: Sequence[Found]) -> list[str]:
 
 
 def short_table(found: Sequence[Found], peers: Sequence[str]) -> str:
-    """The table of docs/figures.md."""
+    """The table of docs/experiments.md."""
     rows = []
     for name in machines_of(found):
         of = [f for f in found if f["machine"] == name]

@@ -3,7 +3,7 @@
     python benchmarks/step_bound_study.py [--minutes 60] [--only-page] [--background]
 
 Arms, sizes, hypotheses, margins and gate were registered, here and on
-`docs/evidence/step_bound.md`, before the first run. A run is 120 steps of the learner alone
+`results/evidence/step_bound.md`, before the first run. A run is 120 steps of the learner alone
 (`late_learner.py`) on samples of an exact age. Each finished run is one line of
 `benchmarks/results/evidence/step_bound.jsonl`, and is not run again: the command can be stopped at
 any time and continued. The page's block of results is made from the lines.

@@ -1,5 +1,5 @@
-"""Draws docs/gallery.md: a curve of every experiment whose runs are committed under
-`benchmarks/results`, the mean over seeds with a band from the least to the greatest."""
+"""Draws the curves of docs/experiments.md, of every experiment whose runs are committed under
+`benchmarks/results`: the mean over seeds with a band from the least to the greatest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rlcore.config.groups import groups
-from rlcore.config.help_settings import about
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -35,7 +32,12 @@ SHOWN = (
     Shown("agent_quickstart", "agent_quickstart_cpu", "held-out accuracy", AGENT),
     Shown("diffusion", "diffusion_cpu", "mean reward", "../benchmarks/results/diffusion_cpu.md"),
     *(
-        Shown(f"evidence/{name}", f"evidence/{name}", "held-out accuracy", f"evidence/{name}.md")
+        Shown(
+            f"evidence/{name}",
+            f"evidence/{name}",
+            "held-out accuracy",
+            f"../benchmarks/results/evidence/{name}.md",
+        )
         for name in EVIDENCE
     ),
 )
@@ -114,40 +116,31 @@ def _lines(drawn: dict[str, list[tuple[float, float, float, float]]], at: Any) -
         yield f'<text x="{WIDTH - RIGHT + 36}" y="{y}">{escape(arm)}</text>'
 
 
-def gallery() -> dict[Path, str]:
-    """The page and its pictures."""
-    made: dict[Path, str] = {}
-    parts = [HEAD]
+def pictures() -> dict[Path, str]:
+    """The curves of each experiment, as files."""
+    return {DOCS / "images" / _name(shown): picture(curves(_lines_of(shown))[1]) for shown in SHOWN}
+
+
+def curves_of_all() -> str:
+    """The pictures with a line each on what they show: a part of docs/experiments.md."""
+    parts = []
     for shown in SHOWN:
-        text = (RESULTS / f"{shown.file}.jsonl").read_text().splitlines()
-        lines = [json.loads(line) for line in text]
+        lines = _lines_of(shown)
         size, found = curves(lines)
-        name = f"gallery-{shown.experiment.rpartition('/')[2]}.svg"
-        made[DOCS / "images" / name] = picture(found)
         seeds = max(len(runs) for runs in found.values())
-        machines = " and ".join(sorted({line["machine"] for line in lines if line.get("machine")}))
         sized = f" at size {size}" if "size" in lines[0] else f" of {size} actors" if size else ""
         parts.append(
-            f"## {shown.experiment}\n\n{about(groups()['experiment'][shown.experiment])}\n\n"
-            f"![{shown.what} over steps, by arm](images/{name})\n\n"
-            f"{shown.what.capitalize()} over optimizer steps{sized}, up to {seeds} seeds an arm, "
-            f"on {machines}: [all figures]({shown.page}).\n"
+            f"`{shown.experiment}`: {shown.what} over optimizer steps{sized}, "
+            f"up to {seeds} seeds an arm ([all figures]({shown.page})).\n\n"
+            f"![{shown.what} over steps, by arm](images/{_name(shown)})\n"
         )
-    made[DOCS / "gallery.md"] = "\n".join(parts)
-    return made
+    return "\n".join(parts)
 
 
-HEAD = """# Gallery
+def _lines_of(shown: Shown) -> list[dict[str, Any]]:
+    text = (RESULTS / f"{shown.file}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in text]
 
-*Tried on: two CPU cores; not on a GPU.*
 
-Experiments with the curves of runs whose results are in the repository: the line is the mean over
-seeds, the band goes from the least to the greatest. `rlcore train experiment=NAME run_dir=DIR`
-starts one. Made by `python docs/generate.py`. [Experiments](experiments.md) has all of them.
-
-## quickstart
-
-Sort digits, asynchronously, on two CPU cores: warm-up and training in a few minutes.
-
-![Reward, accuracy and mismatch of one run](quickstart.png)
-"""
+def _name(shown: Shown) -> str:
+    return f"gallery-{shown.experiment.rpartition('/')[2]}.svg"

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+sys.path[:0] = [str(DOCS.parent), str(DOCS), str(DOCS.parent / "benchmarks")]
 
-from gallery import gallery
+from gallery import curves_of_all, pictures
 from pydantic import BaseModel
+from status import PLACES, lines
 
 from rlcore.advisor.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
 from rlcore.config.combinations import PROVEN, REFUSED, WAYS, refused, sentence
@@ -30,6 +31,7 @@ from rlcore.metrics.metric import Metric
 from rlcore.metrics.names import METRICS
 from rlcore.registry import resolve
 
+STUDIES = "../benchmarks/results/evidence"  # from docs/
 HEADING = {
     "model": "The starting model: [Use rlcore](using.md#your-own-model-data-and-grader).",
     "task": "Problems and graders: [Data, tasks and graders](tasks.md), "
@@ -55,8 +57,6 @@ def configuration() -> str:
     """docs/configuration.md."""
     lines = [
         "# Configuration",
-        "",
-        "*Tried on: whole runs on two CPU cores; 19 steps of one run on one H100.*",
         "",
         "Every key, from the schema; made by `python docs/generate.py`. `rlcore train --help`",
         "lists groups, options, experiments and keys by name, `rlcore train --help algorithm`",
@@ -181,7 +181,7 @@ def regime_table() -> str:
     for entry in regimes():
         bounds = "; ".join(_bounds(name, *ends) for name, ends in entry.when.items())
         use = " with ".join(f"[{name}]({name}.md)" for name in entry.use) or "none"
-        page = f"[{entry.source}](../evidence/{entry.source}.md)"
+        page = f"[{entry.source}](../{STUDIES}/{entry.source}.md)"
         measured = f"{entry.regime}: {bounds}" if bounds else f"{entry.regime}: anything else"
         lines.append(f"| {entry.topic} | {measured} | {use} | {entry.because} | {page} |")
     return "\n".join(lines).replace("T*m", "T\\*m").replace("N*", "N\\*") + "\n"
@@ -191,8 +191,6 @@ def combined() -> str:
     """docs/combinations.md."""
     lines = [
         "# What goes together",
-        "",
-        "*Tried on: two CPU cores, by the tests named here.*",
         "",
         "Made by `python docs/generate.py` from `rlcore/config/combinations.py`, by which a run is",
         "refused, too. Each of these ways in which a learner divides, holds, computes or extends",
@@ -222,6 +220,42 @@ def combined() -> str:
     return "\n".join(lines) + "\n"
 
 
+def status() -> str:
+    """docs/status.md, from what benchmarks recorded (benchmarks/status.py)."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for line in lines():
+        found.setdefault(line["what"], {})[line["where"]] = line
+    ran = {what: by for what, by in found.items() if "nowhere" not in by}
+    text = [STATUS, f"| | {' | '.join(PLACES.values())} |", "| --- |" + " --- |" * len(PLACES)]
+    text += [
+        f"| {what} | {' | '.join(_shown(by.get(place)) for place in PLACES)} |"
+        for what, by in ran.items()
+    ]
+    text += ["", "## Not run anywhere yet", "", "| | what would show it |", "| --- | --- |"]
+    text += [
+        f"| {what} | {_shown(by['nowhere'])} |" for what, by in found.items() if what not in ran
+    ]
+    return "\n".join(text) + "\n"
+
+
+def _shown(line: dict[str, str] | None) -> str:
+    if line is None:
+        return ""
+    by = f"`{line['by']}`" if "/" in line["by"] or line["by"].startswith("make") else line["by"]
+    return f"[{by}](../benchmarks/results/{line['page']})" if line["page"] else by
+
+
+STATUS = """# Status: what has run where
+
+This page is the only one that says where a feature has run. `python docs/generate.py` makes it from
+`benchmarks/results/status.jsonl`, to which benchmarks write (`benchmarks/status.py`). An empty cell
+means that nobody has tried the feature there.
+
+- **Two CPU cores**: the tests of `make test`, and the scripts below, with the real vLLM, Ray and
+  DeepSpeed. FP8 and INT formats are emulated there: weights are rounded, and arithmetic is not.
+- **One H100**: single measurements, most of them of one part at a time, with the locked versions.
+- **Real Slurm**: three Slurm nodes that share one machine without GPUs.
+"""
 FLEETS = (1, 8, 64)  # H100
 CONTEXT = 4096.0  # tokens of a request, on average
 
@@ -279,7 +313,11 @@ def pages() -> dict[Path, Callable[[], str]]:
     found: dict[Path, Callable[[], str]] = {DOCS / "configuration.md": configuration}
     found[DOCS / "combinations.md"] = combined
     found[DOCS / "metrics.md"] = marked(DOCS / "metrics.md", "metrics", metrics)
-    found[DOCS / "experiments.md"] = marked(DOCS / "experiments.md", "experiments", experiments)
+    found[DOCS / "status.md"] = status
+    listed = DOCS / "experiments.md"
+    found[listed] = lambda: between(
+        between(listed.read_text(), "experiments", experiments()), "curves", curves_of_all()
+    )
     index = DOCS / "corrections" / "index.md"
     found[index] = marked(index, "regimes", regime_table)
     found[DOCS / "scaling.md"] = marked(DOCS / "scaling.md", "fleets", fleet_table)
@@ -289,7 +327,7 @@ def pages() -> dict[Path, Callable[[], str]]:
         path = DOCS / "corrections" / f"{name}.md"
         keys = f"keys: correction.{name}"
         found[path] = marked(path, keys, lambda name=name: correction_keys(name))
-    return found | {path: (lambda text=text: text) for path, text in gallery().items()}
+    return found | {path: (lambda text=text: text) for path, text in pictures().items()}
 
 
 if __name__ == "__main__":

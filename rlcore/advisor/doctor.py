@@ -71,7 +71,7 @@ def advise(row: Row, *, stale: int, answers: int, sparse: Sequence[str] = ()) ->
     use = tuple(dict.fromkeys(name for regime in holding for name in regime.use))
     because = tuple(
         f"{regime.regime}{_measured(regime, figures)}: {regime.because} "
-        f"(docs/evidence/{regime.source}.md)."
+        f"(docs/evidence.md: {regime.source})."
         for regime in holding
     )
     idle = _unnecessary(figures)

@@ -25,7 +25,7 @@ class Regime(Spec):
     when: dict[str, Bounds]
     use: tuple[str, ...]  # corrections by name; empty: none is called for
     because: str
-    source: str  # the page of docs/evidence that shows it
+    source: str  # the page of benchmarks/results/evidence that shows it
 
     def holds(self, figures: Mapping[str, float]) -> bool:
         return all(

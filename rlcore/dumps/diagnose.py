@@ -17,7 +17,7 @@ from rlcore.dumps.rows import OPTIONAL
 ADVISED = 3  # exit code
 LIMITS = (
     "The table comes from studies of models below 1B parameters and from worlds that are "
-    "enumerated (docs/evidence)."
+    "enumerated (docs/evidence.md)."
 )
 
 
@@ -79,7 +79,7 @@ def _advice(
             f"{LOSES if late >= LOSES else HARMS:g} on, and no weight saved them; shorter steps, "
             "fewer of them in flight, or learner.step_bound do (docs/step_bound.md)."
         )
-    told += [f"{r.regime}: {r.because} (docs/evidence/{r.source}.md)." for r in holding]
+    told += [f"{r.regime}: {r.because} (docs/evidence.md: {r.source})." for r in holding]
     return (*told, LIMITS)
 
 

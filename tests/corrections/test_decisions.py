@@ -11,7 +11,7 @@ from estimator_lab_page import n_star
 from rlcore.corrections.decisions import regimes, regimes_of, typical_n_star
 from rlcore.corrections.specs import CORRECTIONS
 
-EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "evidence"
 
 
 def test_every_entry_can_hold_and_names_corrections_and_a_page_that_exist():

@@ -1,0 +1,90 @@
+"""Records what was run where, from which `python docs/generate.py` makes docs/status.md.
+
+    python benchmarks/status.py cpu "Whole asynchronous run" --by "make quickstart" --page FILE
+    python benchmarks/status.py h100 --check gpu_check_a.jsonl ...   all parts that were measured
+
+One line of `benchmarks/results/status.jsonl` for each pair of a feature and a place; a new record
+replaces the old one. `--by` names the script, test or command that ran it, `--page` its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FILE = RESULTS / "status.jsonl"
+PLACES = {"cpu": "Two CPU cores", "h100": "One H100", "slurm": "Real Slurm"}
+# What each part of benchmarks/gpu/check.py shows; the others show nothing of their own
+PARTS = {
+    "kernel": "Sparse decode kernels",
+    "varlen": "Variable-length attention, FlashAttention 4",
+    "flex": "The learner's sparse attention",
+    "tree": "A group's shared prompt (`learner.share_prefix`)",
+    "bf16": "bfloat16 and float32 actors",
+    "sparse": "Sparse actors",
+    "sparse block": "Sparse actors, prompts by blocks",
+    "speculate": "Speculative decoding (`actor.*.speculate`)",
+    "fp8": "FP8 actors (emulated on CPU)",
+    "fp8 + fp8 kv": "FP8 keys and values",
+    "update": "FP8 weights updated in place",
+    "experts": "Mixtures of experts, replayed routes",
+    "experts graphs": "Mixtures of experts in CUDA graphs",
+    "head": "Exact logits (`learner.fp32_head`)",
+    "layer": "Compiled and FP8 layers (`learner.layers`, `learner.fp8`), one layer",
+    "loop": "Asynchronous run with a resume",
+    "colocated": "Engine and learner on the same GPU in turn",
+    "offload": "ZeRO 1 to 3, offload to host and NVMe",
+    "attention": "Each kernel of `learner.attention` in a whole learner",
+    "pair": "Weights from GPU to GPU by NCCL; ZeRO-3 over two GPUs",
+}
+
+
+def lines(file: Path = FILE) -> list[dict[str, str]]:
+    """All records, in the file's order."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def record(what: str, where: str, by: str, page: str = "", file: Path = FILE) -> None:
+    """Add a record, or replace that of the same feature and place."""
+    if where not in (*PLACES, "nowhere"):
+        raise ValueError(f"where={where!r} is none of {', '.join(PLACES)}, nowhere")
+    found = lines(file) if file.exists() else []
+    now = {"what": what, "where": where, "by": by, "page": page}
+    # what has run somewhere is no longer listed as not run at all
+    same = [line for line in found if line["what"] == what and line["where"] in (where, "nowhere")]
+    place = found.index(same[0]) if same else len(found)
+    kept = [line for line in found if line not in same]
+    kept.insert(place, now)
+    file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def measured(files: list[Path]) -> list[str]:
+    """Features of the parts that a GPU check has figures of."""
+    rows = [json.loads(line) for name in files for line in name.read_text().splitlines()]
+    shown = dict.fromkeys(row["part"] for row in rows if "what" not in row)
+    return [PARTS[part] for part in shown if part in PARTS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("where", choices=[*PLACES, "nowhere"])
+    parser.add_argument("what", nargs="?")
+    parser.add_argument("--check", nargs="+", type=Path, default=[], metavar="FILE")
+    parser.add_argument("--by", default="")
+    parser.add_argument("--page", default="")
+    words = parser.parse_args()
+    if not words.what and not words.check:
+        sys.exit("name what was run, or the files of a GPU check by --check")
+    for what in [words.what] if words.what else measured(words.check):
+        by = words.by or ("benchmarks/gpu/check.py" if words.check else "")
+        record(what, words.where, by, words.page)
+
+
+if __name__ == "__main__":
+    main()
