@@ -364,12 +364,86 @@ def gemma3(folder: Path) -> dict[str, Any]:
     }
 
 
+def llama2(folder: Path) -> dict[str, Any]:
+    """With a tokenizer of sentencepiece alone, as folders before tokenizer.json have."""
+    import sentencepiece
+
+    (folder / "words").write_text("hello world\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "words"),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        byte_fallback=True,
+        vocab_size=400,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "words").unlink()
+    (folder / "tokenizer.vocab").unlink()
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    flags = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+    _write(
+        folder,
+        "tokenizer_config.json",
+        {
+            "add_bos_token": True,
+            "add_eos_token": False,
+            **{n: {"__type": "AddedToken", "content": t, **flags} for n, t in names.items()},
+            "chat_template": _template("[", "] ", "</s>", "{{ bos_token }}"),
+            "clean_up_tokenization_spaces": False,
+            "legacy": False,
+            "model_max_length": 4096,
+            "pad_token": None,
+            "sp_model_kwargs": {},
+            "tokenizer_class": "LlamaTokenizer",
+        },
+    )
+    _write(folder, "special_tokens_map.json", names)
+    ids = {"bos_token_id": model.bos_id(), "eos_token_id": model.eos_id()}
+    _write(folder, "generation_config.json", ids)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **ids,
+        "hidden_act": "silu",
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.31.0",
+        "vocab_size": model.vocab_size(),
+    }
+
+
+def tuned_qwen(folder: Path) -> dict[str, Any]:
+    """Qwen2.5 as somebody has tuned it: a token added, the template in a file, rows of the
+    embedding that no token has, code and notes in folders."""
+    config = _qwen(folder, third=False)
+    number = config["vocab_size"]
+    added = _added(number, ["<|mine|>"])
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    _write(folder, "chat_template.jinja", settings.pop("chat_template"))
+    settings["added_tokens_decoder"] |= added
+    settings["additional_special_tokens"].append("<|mine|>")
+    _write(folder, "tokenizer_config.json", settings)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"id": number, **added[str(number)]})
+    _write(folder, "tokenizer.json", tokenizer)
+    _write(folder, "added_tokens.json", {"<|mine|>": number})
+    _write(folder, "eval/2024/results.json", {"score": 1})
+    _write(folder, "modeling_own.py", "x = 1\n")
+    return config | {"vocab_size": 512}
+
+
 LAYOUTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "qwen2.5": qwen25,
     "qwen3": qwen3,
     "llama3": llama3,
     "gemma3": gemma3,
     "smollm2": smollm2,
+    "llama2": llama2,
+    "tuned_qwen": tuned_qwen,
 }
 
 

@@ -139,6 +139,10 @@ class ReasoningGym(Task):
     def alphabet(self) -> str | None:
         return None
 
+    def close(self) -> None:
+        """End the process of the package; the next answer starts another."""
+        self._grader.close()
+
     def remarks(self) -> list[str]:
         return self._proof.remarks() if self._scorer is not None else []
 

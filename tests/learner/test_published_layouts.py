@@ -52,7 +52,8 @@ def _exported(source: Path, out: Path) -> Path:
 
 def _same_files(source: Path, out: Path) -> None:
     carried = list(carried_files(source))
-    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in carried}
+    names = {path.name for path in carried}
+    assert "generation_config.json" in names and {"tokenizer.json", "tokenizer.model"} & names
     for path in carried:
         assert (out / path).read_bytes() == (source / path).read_bytes(), path
 
@@ -66,7 +67,10 @@ def test_an_export_is_the_published_folder_with_other_weights(tmp_path, name):
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == own | {str(path) for path in carried_files(source)}
     before, after = (json.loads((f / "config.json").read_text()) for f in (source, out))
-    assert after == {**before, "attention_dropout": 0.0}
+    assert after == {
+        **before,
+        **({"attention_dropout": 0.0} if "attention_dropout" in before else {}),
+    }
     assert set(read_dtypes(out).values()) == {"BF16"}
 
 

@@ -18,6 +18,7 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.tasks import make_task
 from rlcore.tasks.foreign import BRACES, EMPTY, FULL, NAN, WORD, ScorerProof
+from rlcore.tasks.reasoning_gym import ReasoningGym
 
 PAGE = Path(__file__).parents[2] / "docs/scorers.md"
 TEXTS = (EMPTY, NAN, BRACES, WORD)
@@ -66,14 +67,14 @@ class Row:
     verdict: str
 
 
-def reasoning_gym(name: str, folder: str) -> Row:
-    """A data set of the package."""
+def reasoning_gym(name: str, folder: str) -> tuple[Row, ReasoningGym | None]:
+    """A data set of the package, and its task, which the caller closes, unless it is refused."""
     try:
-        task = make_task("reasoning_gym", {"name": name, "proof_cache": folder})
+        task = ReasoningGym(name=name, proof_cache=folder)
     except UserError as error:
         words = str(error).partition("not proven: ")[2] or str(error)
-        return Row(name, words.partition(" task.args.scorer")[0], "refused")
-    return Row(name, *described(task._proof))
+        return Row(name, words.partition(" task.args.scorer")[0], "refused"), None
+    return Row(name, *described(task._proof)), task
 
 
 def described(proof: ScorerProof) -> tuple[str, str]:
@@ -219,9 +220,15 @@ def names() -> list[str]:
 
 def page(proofs: str, processes: int) -> str:
     """The page, with a row of every data set."""
+
+    def row(name: str) -> Row:
+        row, task = reasoning_gym(name, proofs)
+        if task is not None:
+            task.close()
+        return row
+
     with ThreadPoolExecutor(processes) as pool:
-        sets = list(pool.map(lambda name: reasoning_gym(name, proofs), names()))
-    return written(sets)
+        return written(list(pool.map(row, names())))
 
 
 def written(sets: list[Row]) -> str:

@@ -250,3 +250,12 @@ def test_a_grader_may_import_for_longer_than_an_answer_may_take(make, monkeypatc
     monkeypatch.setattr("rlcore.tasks.isolation.own.TIMEOUT_S", 0.5)
     task = make(IMPORTS, isolate=True)
     assert [grade.reward for grade in graded(task, "5", "7")] == [1.0, 0.0]
+
+
+def test_the_first_answer_of_a_server_has_an_answers_time_and_no_more(make, tmp_path):
+    make(IMPORTS)
+    args = {"grader": f"{tmp_path}/graders.py:grade", "train_path": f"{tmp_path}/rows.jsonl"}
+    limits = AnswerLimits(timeout_s=0.5, layers=available())
+    with contextlib.closing(IsolatedGrader("file", args, "file", limits)) as grader:
+        assert grader.grade("file/train/0", "for ever").why == "time limit of 0.5 s"
+        assert grader.grade("file/train/0", "5").grade.reward == 1.0

@@ -44,6 +44,16 @@ IDIOMS = {
     "print(sys.modules[__name__].f(), __main__.f(), f.__module__)",
     "pickle": "import copy, enum, pickle\nclass P: x = 1\nE = enum.Enum('E', 'A')\n"
     "print(pickle.loads(pickle.dumps((P(), E.A)))[1], copy.deepcopy(P()).x, P)",
+    "deleted stream": f"import sys\n{ADD}\nout = sys.stdout\ndel sys.stdout\nout.write('x')",
+    "library that prints": "import ctypes\nctypes.CDLL(None).printf(b'4')",
+    "builtins": "print(__builtins__.sorted, callable(help), callable(exit))",
+    "ends in a thread": f"import sys, threading\nt = threading.Thread(target=sys.exit, args=(3,))\n"
+    f"t.start()\nt.join()\n{ADD}",
+    "carriage returns": ADD.replace("\n", "\r\n"),
+    "annotations": "from __future__ import annotations\nimport dataclasses, pickle, typing\n"
+    "@dataclasses.dataclass(slots=True)\nclass N:\n    n: N | None = None\n"
+    "print(pickle.loads(pickle.dumps(N(N()))), typing.get_type_hints(N))",
+    "many threads": "from multiprocessing.dummy import Pool\nprint(sum(Pool(16).map(int, '123')))",
     "names": "print(sorted(globals()), __name__, __doc__, __package__, __spec__)",
     "original streams": f"import sys\n{READ}sys.__stdout__.write(str(sum(a)))",
     "in memory": "import sys, io\nsys.stdout = io.StringIO()\nprint('x')\n"

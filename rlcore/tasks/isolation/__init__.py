@@ -45,8 +45,7 @@ class IsolationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """Of one answer. `timeout_s`: seconds of CPU time, and of waiting for anything but a CPU; 5 at
-    least until an answer was graded to its end, since a grader may import what it needs meanwhile.
+    """Of one answer. `timeout_s`: seconds of CPU time, and of waiting for anything but a CPU.
     `memory_mib`: address space beyond that of the task. `rule`: one of RULES."""
 
     timeout_s: float = 1.0

@@ -40,6 +40,7 @@ from rlcore.tasks.sandbox.server import LATE, WALL_TIMES
 from rlcore.types import Item
 
 COLD_S = 5.0  # of CPU time
+WARMINGS = 3  # a grader that cannot judge its known answers costs no more than so many
 VERDICT_FD = 3
 POLL_S = 0.02
 MAX_ERROR = 300  # characters
@@ -62,7 +63,7 @@ class IsolationServer:
         self._tokens = wants_tokens(self._grade)
         self._item: Item | None = None  # of the last answer
         self._followed: set[str] = set()  # names of modules that `_import` has tried
-        self._cold = True  # no answer was graded to its end
+        self._warmings = WARMINGS  # left, until a known answer is graded to its end
         self._may_fork = "seccomp" not in layers
         self._confine(layers, packages)
         os.environ.update(HOME=self._folder, TMPDIR=self._folder)
@@ -89,27 +90,34 @@ class IsolationServer:
         return {"item": asdict(item)} if word == "item" else self._judged(item, stream)
 
     def _judged(self, item: Item, stream: int) -> dict[str, Any]:
+        if self._warmings:
+            self._warm(item)
+        return self._forked(item, lambda: json.loads(_received(stream)), self._limits["timeout_s"])
+
+    def _warm(self, item: Item) -> None:
+        """Have the known answer graded first: its process imports what the grader needs, which may
+        take seconds of a slow processor, and no answer of a model gets those."""
+        own = None if hasattr(self._task, "judge") else self._task.worked_answer(item)
+        known = [own or item.answer, []]
+        seconds = max(self._limits["timeout_s"], COLD_S)
+        verdict = self._forked(item, lambda: known, seconds)
+        done = verdict["status"] not in ("stopped", "late")
+        self._warmings = 0 if done else self._warmings - 1
+
+    def _forked(self, item: Item, read: Callable[[], Any], seconds: float) -> dict[str, Any]:
         out, theirs = os.pipe()
         try:
-            pid = self._fork(theirs, stream, item)
+            pid = self._fork(theirs, read, item, seconds)
         finally:
             os.close(theirs)
         try:
-            verdict = self._watched(pid, out)
+            verdict = self._watched(pid, out, seconds)
         finally:
             os.close(out)
             if self._may_fork:
                 end_descendants()
-        self._cold = self._cold and verdict["status"] in ("stopped", "late")
         self._import(verdict.pop("modules", []))
         return verdict
-
-    @property
-    def _seconds(self) -> float:
-        """The limit of the next answer. Until one was graded to its end, each process imports what
-        the grader needs, which may take seconds of a slow processor."""
-        limit: float = self._limits["timeout_s"]
-        return max(limit, COLD_S) if self._cold else limit
 
     def _import(self, modules: list[str]) -> None:
         """Import what a scorer has imported in its process, so that later ones find it. Programs
@@ -128,7 +136,7 @@ class IsolationServer:
             self._item = self._task.item(split, index)
         return self._item
 
-    def _watched(self, pid: int, out: int) -> dict[str, Any]:
+    def _watched(self, pid: int, out: int, seconds: float) -> dict[str, Any]:
         """Read a process's verdict and end the process."""
         data, clock = b"", Clock(pid, os.getpid())
         waiting = select.poll()
@@ -142,9 +150,9 @@ class IsolationServer:
                 data += piece
                 if len(data) > MAX_VERDICT:
                     stopped = f"more than {MAX_VERDICT >> 20} MiB of verdict"
-            elif clock.charged() > self._seconds:
-                stopped = self._time_limit()
-            elif clock.wall() > WALL_TIMES * self._seconds:
+            elif clock.charged() > seconds:
+                stopped = _time_limit(seconds)
+            elif clock.wall() > WALL_TIMES * seconds:
                 stopped = LATE
         if stopped or data.endswith(b"\n"):
             os.kill(pid, signal.SIGKILL)  # its verdict is given
@@ -156,19 +164,9 @@ class IsolationServer:
                 verdict = json.loads(data)
                 if isinstance(verdict, dict):
                     return verdict
-        return {"status": "stopped", "why": stopped or self._how(code)}
+        return {"status": "stopped", "why": stopped or _how(code, seconds)}
 
-    def _time_limit(self) -> str:
-        return f"time limit of {self._seconds:g} s"
-
-    def _how(self, code: int) -> str:
-        if -code in (signal.SIGPROF, signal.SIGXCPU, signal.SIGKILL):
-            return self._time_limit()
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code} without a verdict"
-
-    def _fork(self, out: int, stream: int, item: Item) -> int:
+    def _fork(self, out: int, read: Callable[[], Any], item: Item, seconds: float) -> int:
         """A confined process that grades one answer and never returns here; its number."""
         server = os.getpid()
         pid = os.fork()
@@ -178,22 +176,24 @@ class IsolationServer:
             die_with_parent(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
-            response, tokens = json.loads(_received(stream))
+            response, tokens = read()
             _keep(out, self._rules)
             if self._chroot:
                 os.chroot(self._folder)
             os.chdir("/")
             self._confinement.apply(None if self._rules is None else VERDICT_FD + 1)
-            verdict = self._verdict(item, response, tokens)
+            verdict = self._verdict(item, response, tokens, seconds)
             _write(json.dumps(verdict).encode() + b"\n")
         finally:
             os._exit(1)
 
-    def _verdict(self, item: Item, response: str, tokens: list[str]) -> dict[str, Any]:
+    def _verdict(
+        self, item: Item, response: str, tokens: list[str], seconds: float
+    ) -> dict[str, Any]:
         before = set(sys.modules)
         rule = ArithmeticOnly()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         if self._limits["rule"] == "arithmetic":
             rule.install()
         further = {"tokens": tokens} if self._tokens else {}
@@ -217,6 +217,18 @@ def built(name: str, args: dict[str, Any], label: str) -> Task:
     task: Task = resolve(TASKS, name, key="task.name", like=Task)(**args)
     task.name = label
     return task
+
+
+def _time_limit(seconds: float) -> str:
+    return f"time limit of {seconds:g} s"
+
+
+def _how(code: int, seconds: float) -> str:
+    if -code in (signal.SIGPROF, signal.SIGXCPU, signal.SIGKILL):
+        return _time_limit(seconds)
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code} without a verdict"
 
 
 def _words(error: BaseException) -> str:

@@ -45,6 +45,7 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     # its threads would count as the program's, and each reserves address space
     "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # every thread has one of 64 MiB otherwise
     "LD_BIND_NOW": "1",  # or every fork looks the same symbols up
 }
 

@@ -189,7 +189,8 @@ def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     sys.meta_path.append(Packages(settings["packages"]))
     sys.argv[:] = [SCRIPT]
     sys.orig_argv[:] = [sys.executable, SCRIPT]
-    for name in ("exit", "quit"):  # of an interpreter that has site-packages
+    builtins.help = _sitebuiltins._Helper()  # of an interpreter that has site-packages
+    for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     # a module, made before any fork: names that a fork copies are memory that it does not share
     module = sys.modules[MODULE] = types.ModuleType(MODULE)

@@ -10,6 +10,7 @@ descriptors, streams or process takes part in a verdict; and it has no expected 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -212,7 +213,7 @@ def run_main(code: Code, path: str) -> int:
     """Run a program as the interpreter runs the file that it is given; its exit code so far."""
     main = types.ModuleType("__main__")
     main.__loader__ = SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __cached__=None, __annotations__={})
+    vars(main).update(__file__=path, __cached__=None, __annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
     try:
         exec(code.load(), vars(main))
@@ -264,16 +265,17 @@ def finish(code: int) -> NoReturn:
     sys.modules.pop("__main__", None)
     _survive(gc.collect)  # files close, objects have their last word
     _flush()
+    LIBC.fflush(None)  # of libraries that print by themselves
     os._exit(code)
 
 
 def _flush() -> bool:
     """Write what the streams hold; False if one that is in use could not."""
     whole = True
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (getattr(sys, name, None) for name in ("stdout", "stderr")):
         if stream is not None and not getattr(stream, "closed", False):
             whole = _survive(stream.flush) and whole
-    if sys.__stdout__ is not sys.stdout:
+    if sys.__stdout__ is not getattr(sys, "stdout", None):
         with contextlib.suppress(Exception):  # closed, or without its descriptor
             sys.__stdout__.flush()  # type: ignore[union-attr]
     return whole
