@@ -7,7 +7,7 @@ RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := cache/models/smollm2-135m
 
 .PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak mutants lint \
-  rules wheel docs docs-commands faults models clean
+  rules wheel release-notes docs docs-commands faults models clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,8 +63,12 @@ rules: venv  ## ruff, import rules; warnings on style
 lint: rules  ## ruff, import rules, mypy; warnings on style
 	$(PY) -m mypy
 
-wheel: venv  ## build a wheel into dist/, with the configuration and the launchers inside
+wheel: venv  ## build a source distribution and a wheel into dist/, configuration and launchers inside
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
 	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+release-notes:  ## move changes/ into CHANGELOG.md (VERSION=0.3.0)
+	python3 docs/changes.py --release $(VERSION)
 
 .venv-docs/bin/mkdocs: requirements/docs.lock
 	python3.11 -m venv --clear .venv-docs

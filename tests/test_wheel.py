@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_FROM = (
     "pyproject.toml",
     "setup.py",
+    "MANIFEST.in",
+    "CHANGELOG.md",
+    "CITATION.cff",
     "README.md",
     "LICENSE",
     "rlcore",
@@ -46,16 +49,22 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built as `make wheel` does, from a copy that is gone."""
+    """The wheel, built from the source distribution of `make wheel`, whose copy is gone."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
     for name in BUILT_FROM:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
-    run(*build, folder, source, cwd=folder)
+    run(
+        "-c",
+        f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})",
+        cwd=source,
+    )
     shutil.rmtree(source)
+    (packed,) = folder.glob("rlcore-*.tar.gz")
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
+    run(*build, folder, packed, cwd=folder)
     (found,) = folder.glob("rlcore-*.whl")
     return found
 
