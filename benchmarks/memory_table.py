@@ -4,9 +4,9 @@ small model hold beside what is counted for them.
     python benchmarks/memory_table.py [--check]
 
 The table needs no weights: shapes come from models on torch's meta device, bytes from
-`rlcore/commands/footprint.py`. Learners are ranks on GPUs in bfloat16, recomputed activations and
-micro-batches of 16,384 tokens, the numbers GiB. `--check`: ranks on CPU, one and two, train a model
-of 3M parameters at every stage, and the largest sum of live tensor storages is compared.
+`learner/engines/deepspeed_facts.py`. Learners are ranks on GPUs in bfloat16, recomputed activations
+and micro-batches of 16,384 tokens, the numbers GiB. `--check`: ranks on CPU, one and two, train a
+model of 3M parameters at every stage, and the largest sum of live tensor storages is compared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 from harness import table
 
-from rlcore.commands.footprint import GIB, ModelSizes, actor_rank, learner_host, learner_rank, total
+from rlcore.learner.engines.deepspeed_facts import learner_host, learner_rank
 from rlcore.learner.optimizer_specs import OffloadSpec
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.split_loading import meta_shapes
+from rlcore.models.sizes import GIB, ModelSizes, total
+from rlcore.rollout.engines.vllm_facts import VllmFacts
 from rlcore.rollout.specs import ActorSpec
 
 BUCKET = 512 << 20
@@ -82,7 +84,7 @@ def rows() -> list[dict[str, Any]]:
                     "rank's host": total(learner_host(one, spec, bucket_bytes=BUCKET)) / GIB,
                     "offloaded host": total(learner_host(one, moved, bucket_bytes=BUCKET)) / GIB,
                     "engine rank": total(
-                        actor_rank(one, actor, bucket_bytes=BUCKET, max_len=16_384)
+                        VllmFacts.actor_memory(one, actor, bucket_bytes=BUCKET, max_len=16_384)
                     )
                     / GIB,
                     "engine GPUs": actor.tensor_parallel,

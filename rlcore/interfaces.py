@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from rlcore.engine_facts import EngineFacts
 from rlcore.errors import UserError
 from rlcore.types import (
     Grade,
@@ -128,6 +129,9 @@ class RolloutEngine(ABC):
 
     Built as Engine(job), with a `rollout.specs.EngineJob`.
     """
+
+    #: the settings of an actor that it reads besides, and its memory; read without an instance
+    facts: ClassVar[type[EngineFacts]] = EngineFacts
 
     @property
     @abstractmethod

@@ -3,6 +3,9 @@
 The limits are those of docs/CONTRIBUTING.md. `python tests/structure.py` prints the figures.
 """
 
+import json
+
+import growth
 import pytest
 import structure
 from structure import FOLDERS, ROOT
@@ -53,6 +56,38 @@ def test_the_lists_of_exceptions_hold_what_is_true_and_only_shrink():
     new, gone = structure.differences()
     assert new == [], "larger, smaller or named otherwise than code should be (CONTRIBUTING.md)"
     assert gone == [], "run python tests/structure.py --write"
+
+
+def test_what_grows_with_every_feature_stays_within_its_bounds():
+    """`python tests/growth.py --write` lowers the bounds, `--raise` raises them."""
+    bounds = json.loads(growth.BOUNDS.read_text())
+    found = growth.counts()
+    assert {*found} == {*bounds}
+    assert [f"{n}: {v} > {bounds[n]}" for n, v in found.items() if v > bounds[n]] == []
+
+
+def test_what_a_run_imports_is_found_and_what_it_names_in_functions_is_not(tmp_path):
+    package = tmp_path / "rlcore"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cli.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from rlcore.one import x\n"
+        "if TYPE_CHECKING:\n    from rlcore import typed\n"
+        "try:\n    from rlcore import two\nexcept ImportError:\n    pass\n"
+        "def f():\n    import rlcore.later\n"
+    )
+    for name in ("one", "two", "typed", "later"):
+        (package / f"{name}.py").write_text("x = spec.zero_stage\n")
+    assert growth.loaded(tmp_path) == {"rlcore", "rlcore.cli", "rlcore.one", "rlcore.two"}
+    assert list(growth.counts(tmp_path).values()) == [4, 12, 14, 4]
+
+
+def test_a_bound_falls_by_itself_and_rises_only_on_purpose():
+    before = {"lines of rlcore": 300, "files": 5}
+    now = {"lines of rlcore": 301, "files": 4}
+    assert growth.written(now, before, up=False) == {"lines of rlcore": 300, "files": 4}
+    assert growth.written(now, before, up=True) == {"lines of rlcore": 400, "files": 4}
 
 
 def test_small_files_circles_and_repeated_names_are_found(tmp_path):

@@ -113,8 +113,9 @@ def _begun(job: Any) -> Any:
 
 
 def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: Path) -> Row:
-    from rlcore.commands.footprint import ModelSizes, learner_rank, total
+    from rlcore.learner.engines.deepspeed_facts import learner_rank
     from rlcore.models.folder import read_config, read_shapes
+    from rlcore.models.sizes import ModelSizes, total
 
     job = _job(s, model, stage, places)
     steps = [_groups(seed) for seed in range(2)]

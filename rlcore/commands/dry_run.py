@@ -308,8 +308,9 @@ def _schedule(config: RunConfig) -> str:
 def _learner(config: RunConfig) -> list[str]:
     spec = config.learner
     beside = {"lora": spec.lora, "distill": spec.distill, "draft": spec.draft}
+    engine = ", ".join(filter(None, [spec.engine, spec.facts.words(spec)]))
     return [
-        f"{_count(derived.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
+        f"{_count(derived.ranks(config), 'rank')} of {engine}, "
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
         *([derived.describe_threads(config)] if spec.device == "cpu" else []),
         *filter(None, [derived.steps_in_flight(config)]),

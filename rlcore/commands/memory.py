@@ -6,23 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlcore.commands.derived import wire_dtype
-from rlcore.commands.footprint import (
-    BYTES,
-    GIB,
-    ModelSizes,
-    Parts,
-    actor_rank,
-    frozen_model,
-    in_words,
-    learner_host,
-    learner_rank,
-    total,
-    waiting_rank,
-)
 from rlcore.config.schema import RunConfig
+from rlcore.engine_facts import RankLoad, RankMemory
 from rlcore.learner.specs import LoraSpec
 from rlcore.models.folder import read_config, read_shapes
+from rlcore.models.sizes import BYTES, GIB, ModelSizes, Parts, in_words, total
 from rlcore.models.specs import FreshModelSpec
+from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.weights.adapters import AdapterShape, adapter_shapes
 
@@ -126,22 +116,14 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
     if sizes is None:
         return ["not counted: config.json does not say the sizes of a layer"]
     lines = [f"{role}: {in_words(parts)}" for role, _, parts in _on_gpus(config, sizes)]
+    rank = _rank(config, sizes)
+    if rank is None:
+        return [*lines, f"learner rank: learner.engine={config.learner.engine} does not state it"]
     if config.schedule.colocated and config.learner.num_gpus:
-        lines.append(f"learner rank while engines sample: {in_words(_waiting(config, sizes))}")
+        lines.append(f"learner rank while engines sample: {in_words(rank.waiting)}")
     if not config.learner.num_gpus:
-        lines.append(f"learner rank: {in_words(_rank(config, sizes))}")
-    return [*lines, f"learner rank's host: {in_words(_host(config, sizes))}"]
-
-
-def _host(config: RunConfig, sizes: ModelSizes) -> Parts:
-    return learner_host(
-        sizes,
-        config.learner,
-        bucket_bytes=config.cluster.bucket_mib << 20,
-        kl=_has_kl(config),
-        trained=_trained(config),
-        kept_width=BYTES[wire_dtype(config)] if config.cluster.full_weights_every > 1 else 0,
-    )
+        lines.append(f"learner rank: {in_words(rank.peak)}")
+    return [*lines, f"learner rank's host: {in_words(rank.host)}"]
 
 
 def check_memory(config: RunConfig, tokenizer: Any) -> None:
@@ -181,7 +163,10 @@ def _check_nodes(config: RunConfig, sizes: ModelSizes) -> None:
     if launch.memory_gib_per_node is None:
         return  # the launcher says that it is missing
     node, ranks = launch.node(of_learner=True), -(-learner.ranks // launch.learner_nodes)
-    parts = _host(config, sizes) | ({} if learner.num_gpus else _rank(config, sizes))
+    held = _rank(config, sizes)
+    if held is None:
+        return
+    parts = held.host | ({} if learner.num_gpus else held.peak)
     refuse(
         ranks * total(parts) > node.memory_gib * GIB,
         f"cluster.launch.learner_memory_gib_per_node={node.memory_gib} is less than what {ranks} "
@@ -192,7 +177,10 @@ def _check_nodes(config: RunConfig, sizes: ModelSizes) -> None:
 
 def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
     """Check that a learner rank that waits fits beside the largest share of an engine."""
-    waiting = _waiting(config, sizes)
+    rank = _rank(config, sizes)
+    if rank is None:
+        return
+    waiting = rank.waiting
     label, actor = max(config.actor.items(), key=lambda a: a[1].gpu_memory_utilization)
     left = (1 - actor.gpu_memory_utilization) * room
     offload = "" if config.learner.offload_while_sampling else ", or set " + OFFLOAD
@@ -204,14 +192,19 @@ def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
     )
 
 
-def _waiting(config: RunConfig, sizes: ModelSizes) -> Parts:
-    parts = waiting_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
-    return parts | _critic(config, sizes) | _teacher(config, sizes)
-
-
-def _rank(config: RunConfig, sizes: ModelSizes) -> Parts:
-    parts = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
-    return parts | _critic(config, sizes) | _teacher(config, sizes)
+def _rank(config: RunConfig, sizes: ModelSizes) -> RankMemory | None:
+    """Memory of a learner rank with its critic and teachers; None: its engine does not state it."""
+    load = RankLoad(
+        kl=_has_kl(config),
+        trained=_trained(config),
+        bucket_bytes=config.cluster.bucket_mib << 20,
+        kept_width=BYTES[wire_dtype(config)] if config.cluster.full_weights_every > 1 else 0,
+    )
+    own = config.learner.facts.rank_memory(sizes, config.learner, load)
+    if own is None:
+        return None
+    beside = _critic(config, sizes) | _teacher(config, sizes)
+    return RankMemory(own.peak | beside, own.waiting | beside, own.host)
 
 
 def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
@@ -219,8 +212,9 @@ def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
     need no more. A head on the policy's states needs hardly any."""
     if config.critic.kind != "model":
         return {}
-    trained = _adapted(config, config.critic.lora)
-    return {"critic": total(waiting_rank(sizes, config.learner, trained=trained))}
+    load = RankLoad(trained=_adapted(config, config.critic.lora))
+    held = config.learner.facts.rank_memory(sizes, config.learner, load)
+    return {"critic": total(held.waiting)} if held is not None else {}
 
 
 def _teacher(config: RunConfig, sizes: ModelSizes) -> Parts:
@@ -230,25 +224,33 @@ def _teacher(config: RunConfig, sizes: ModelSizes) -> Parts:
         return {}
     paths: list[str | None] = [*spec.paths.values()] or [spec.path]
     found = [sizes if path is None else _folder(path) or sizes for path in paths]
-    return {"teacher": sum(frozen_model(own, config.learner) for own in found)}
+    return {"teacher": sum(config.learner.facts.frozen_bytes(own, config.learner) for own in found)}
 
 
 def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:
     """(role, share of a GPU that it may fill, its memory by purpose) of every role on GPUs."""
     learner, bucket = config.learner, config.cluster.bucket_mib << 20
-    if learner.num_gpus:
-        yield "learner rank", learner.num_gpus, _rank(config, sizes)
+    rank = _rank(config, sizes) if learner.num_gpus else None
+    if rank is not None:
+        yield "learner rank", learner.num_gpus, rank.peak
     teacher = config.teacher
     if teacher.kind == "engine" and teacher.engine.num_gpus:
-        path = config.teacher_folder
+        path, actor = config.teacher_folder, teacher.engine.actor
         own = sizes if path is None else _folder(path) or sizes
-        held = actor_rank(own, teacher.engine.actor, bucket_bytes=0, max_len=config.model.max_len)
+        held = _engine(own, actor, "teacher.engine", 0, config.model.max_len)
         del held["arriving weights"]  # its weights stay
         yield "teacher.engine rank", teacher.engine.gpu_memory_utilization, held
     for label, actor in config.actor.items():
         if actor.num_gpus and actor.kind != "draft":
-            held = actor_rank(sizes, actor, bucket_bytes=bucket, max_len=config.model.max_len)
-            yield f"actor.{label} rank", actor.gpu_memory_utilization, held
+            key = f"actor.{label}"
+            if held := _engine(sizes, actor, key, bucket, config.model.max_len):
+                yield f"{key} rank", actor.gpu_memory_utilization, held
+
+
+def _engine(sizes: ModelSizes, actor: ActorSpec, key: str, bucket: int, max_len: int) -> Parts:
+    """Least memory of a rollout engine's rank; empty: the engine does not state it."""
+    facts = actor.facts(key)
+    return facts.actor_memory(sizes, actor, bucket_bytes=bucket, max_len=max_len) or {}
 
 
 def _has_kl(config: RunConfig) -> bool:

@@ -309,7 +309,7 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
     for label, actor in config.actor.items():
         its = f"actor.{label}"
         refuse(
-            actor.engine != "vllm",
+            "expert routes" not in actor.facts(its).provides,
             f"{key} needs the experts that an engine chose, and {its}.engine={actor.engine} does "
             "not return any: use engine=vllm, or learner.router_replay=false.",
         )

@@ -10,6 +10,7 @@ from math import isclose
 from typing import Literal
 
 from rlcore.config.combinations import check_combinations
+from rlcore.config.engines import check_engines
 from rlcore.config.kinds import (
     check_kinds,
     check_shares,
@@ -35,7 +36,7 @@ from rlcore.corrections.tis import TisSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
 from rlcore.registry import load_object
-from rlcore.rollout.specs import CPU_HEADS, ActorSpec
+from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 
 # rules of runs with a masked-diffusion model or engine
@@ -66,9 +67,9 @@ def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
         f"adapter to {precision}: use publish=merged, or kind=bf16 with rounding=none.",
     )
     refuse(
-        actor.kind != "draft" and actor.engine != "vllm",
-        f"{key} is computed by vLLM, and actor.{label}.engine={actor.engine} is another: use "
-        "publish=merged.",
+        actor.kind != "draft" and "adapters" not in actor.facts(f"actor.{label}").provides,
+        f"{key} needs engines that compute an adapter, and actor.{label}.engine={actor.engine} "
+        "does not: use publish=merged.",
     )
 
 
@@ -144,11 +145,15 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
         "actor.*.num_gpus must be shares of one, such as 0.5 each, or schedule.colocated=true has "
         "them take turns: for GPUs of their own, use nccl.",
     )
-    foreign = [label for label, actor in c.actor.items() if actor.engine != "vllm"]
+    without = [
+        label
+        for label, actor in c.actor.items()
+        if "group transports" not in actor.facts(f"actor.{label}").provides
+    ]
     refuse(
-        bool(foreign),
-        f"cluster.transport={transport} is vLLM's, and actor.{''.join(foreign[:1])}.engine is "
-        "another: use object_store or disk.",
+        bool(without),
+        f"cluster.transport={transport} needs engines that join its group, and actor."
+        f"{''.join(without[:1])}.engine does not: use object_store or disk.",
     )
     dtypes = sorted({actor.compute_dtype for actor in c.actor.values()})
     refuse(
@@ -399,16 +404,17 @@ def _drafts(c: RunConfig) -> None:
 
 def _heads(c: RunConfig) -> None:
     for label, actor in c.actor.items():
-        if actor.engine != "vllm" or not actor.on_cpu:
+        heads = actor.facts(f"actor.{label}").cpu_heads
+        if not heads or not actor.on_cpu:
             continue
         policy = c.model.fresh if c.model.path is None else None
         made = {"model.fresh": policy, f"actor.{label}.draft_fresh": actor.draft_fresh}
         for key, fresh in made.items():
             refuse(
-                fresh is not None and fresh.head_dim not in CPU_HEADS,
-                f"{key}.head_dim={fresh and fresh.head_dim} is none of the widths that vLLM's "
-                f"attention has on CPU, where actor.{label} runs: use one of "
-                f"{', '.join(map(str, CPU_HEADS))}.",
+                fresh is not None and fresh.head_dim not in heads,
+                f"{key}.head_dim={fresh and fresh.head_dim} is none of the widths that the "
+                f"attention of {actor.engine} has on CPU, where actor.{label} runs: use one of "
+                f"{', '.join(map(str, heads))}.",
             )
 
 
@@ -446,6 +452,7 @@ def _diffusion(c: RunConfig) -> None:
 RULES = (
     check_names,
     load_objectives,
+    check_engines,
     *TASK_RULES,
     _diffusion,
     check_combinations,

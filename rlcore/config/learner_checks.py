@@ -221,7 +221,7 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bool, str]]:
     unproven = "which is not proven so: leave it out"
-    yield f"engine={actor.engine}", actor.engine != "vllm", unproven
+    yield f"engine={actor.engine}", "bits" not in actor.facts(f"actor.{label}").provides, unproven
     yield f"num_gpus={actor.num_gpus:g}", not actor.on_cpu, unproven
     yield f"kind={actor.kind}", actor.kind not in ("bf16", "fp8"), "another policy: use bf16"
     rounds = actor.rounding != "none" and c.learner.round_as != label

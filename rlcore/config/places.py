@@ -28,7 +28,7 @@ def check_colocated(c: RunConfig) -> None:
 def _engine(label: str, actor: ActorSpec) -> None:
     key = f"actor.{label}"
     refuse(
-        actor.engine != "vllm",
+        "sleep" not in actor.facts(key).provides,
         f"{KEY} needs an engine that frees its memory, which {key}.engine={actor.engine} does not: "
         "use engine=vllm.",
     )

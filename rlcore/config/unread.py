@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlcore.config.engines import engines
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import specifications, written
 from rlcore.corrections.specs import CorrectionSpec
@@ -45,6 +46,9 @@ def _between(c: RunConfig) -> dict[str, dict[str, str]]:
         if not getattr(c.logging.warnings, rule):
             why = f"logging.warnings.{rule}=0 sees no policy that is lost"
             found["schedule"] = {"on_collapse": why}
+    for engine in engines(c):
+        why = f"{engine.key}.engine={engine.spec.engine} does not read it"
+        found[engine.key] = found.get(engine.key, {}) | dict.fromkeys(engine.unread(), why)
     if len(c.actor) == 1:
         found["correction"] = {"strata": "all actors are of one kind"}
     return found

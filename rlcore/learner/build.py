@@ -59,7 +59,6 @@ from rlcore.seeding import derive_seed
 from rlcore.spare_cores import SpareCores
 from rlcore.weights.experts import single_shapes
 
-_UNDIVIDED = "this learner.engine computes whole layers"
 logger = logging.getLogger(__name__)
 
 
@@ -93,16 +92,6 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     engine_class = resolve(ENGINES, spec.engine, key="learner.engine", like=TrainEngine)
     pipeline = build_pipeline(job.corrections, job.run_seed, job.objective, job.strata)
     estimator = _estimator(job)
-    for name in ("tensor_parallel", "expert_parallel"):
-        if (count := getattr(spec, name)) > 1 and not engine_class.divides_layers:
-            raise UserError.choice(f"learner.{name}", count, ("1",), _UNDIVIDED)
-    unheld = engine_class.rate is TrainEngine.rate or engine_class.hold is TrainEngine.hold
-    if spec.step_bound is not None and unheld:
-        raise UserError(
-            f"learner.step_bound={spec.step_bound:g} needs an engine that tells its rate and holds "
-            f"a step, and learner.engine={spec.engine} lacks rate or hold: set "
-            "learner.step_bound=null."
-        )
     join_ranks(place, device)
     engine_class.prepare(device)
     shards, replicas = join_groups(spec)

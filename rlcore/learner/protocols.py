@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlcore.engine_facts import EngineFacts
 from rlcore.errors import UserError
 from rlcore.types import Group, TokenScores, Trajectory
 
@@ -45,7 +46,8 @@ class TrainEngine(ABC):
     names: Mapping[str, Tensor]  # the model's weights by Hugging Face name
     trained: Mapping[str, Tensor]  # what the optimizer trains: the same, or adapters on them
     optimizer_steps: int  # optimizer steps since the fresh model
-    divides_layers: ClassVar[bool] = False  # knows learner.tensor_parallel, expert_parallel
+    #: the settings of the learner that it reads besides, and its memory; read without an instance
+    facts: ClassVar[type[EngineFacts]] = EngineFacts
 
     @staticmethod
     def prepare(device: torch.device) -> None:

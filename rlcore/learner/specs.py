@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
+from rlcore.engine_facts import EngineFacts, facts_of
 from rlcore.learner.optimizer_specs import OffloadSpec, OptimizerSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
@@ -16,37 +17,6 @@ from rlcore.types import SamplingSpec
 from rlcore.weights.specs import RoundingSpec
 
 PARTS = ("sequence_parallel", "tensor_parallel", "expert_parallel")  # keys that say who holds parts
-
-
-def check_parts(spec: LearnerSpec, key: str) -> None:
-    """Raise UserError for a number of ranks that cannot be divided so."""
-    for name in PARTS:
-        _check_divides(spec, key, name)
-
-
-def _check_divides(spec: LearnerSpec, key: str, name: str) -> None:
-    count = getattr(spec, name)
-    divisors = [n for n in range(1, spec.ranks + 1) if spec.ranks % n == 0]
-    refuse(
-        count not in divisors,
-        f"{key}.{name}={count} does not divide {key}.ranks={spec.ranks}: choose one of "
-        f"{', '.join(map(str, divisors))}.",
-    )
-
-
-def check_offload(spec: LearnerSpec, key: str) -> None:
-    """Raise UserError for a combination that does not work or is not proven."""
-    place = spec.offload.optimizer
-    if place == "none":
-        return
-    offloaded = f"{key}.offload.optimizer={place}"
-    refuse(
-        spec.zero_stage != 3,
-        f"{offloaded} needs {key}.zero_stage=3, which is {spec.zero_stage}: below it DeepSpeed "
-        "adds up offloaded gradients in bfloat16.",
-    )
-
-
 CRITIC = "critic"  # a companion that is not published
 SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
 LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: MaxLoRARanks)
@@ -172,6 +142,17 @@ class LearnerSpec(OptimizerSpec):
         "router_replay": Fixed.SAMPLED,
     }
     fixed_presence: ClassVar[Mapping[str, str]] = {"draft": Fixed.WEIGHTS}
+    #: settings that an engine reads if its facts say so; true: refused with another engine, which
+    #: would compute something else; false: named as not read
+    engine_settings: ClassVar[Mapping[str, bool]] = {
+        "sequence_parallel": True,
+        "tensor_parallel": True,
+        "expert_parallel": True,
+        "zero_stage": False,
+        "overlap_comm": False,
+        "offload": False,
+        "offload_while_sampling": False,
+    }
 
     engine: str = setting("deepspeed", "training engine, or file.py:Class")
     ranks: int = setting(1, "processes that train, a GPU each", gt=0)
@@ -300,6 +281,11 @@ class LearnerSpec(OptimizerSpec):
         return "cuda" if self.num_gpus else "cpu"
 
     @property
+    def facts(self) -> type[EngineFacts]:
+        """Facts of the engine. Raises UserError for a user's own that cannot be loaded."""
+        return facts_of(ENGINE_FACTS, ENGINES, self.engine, "learner.engine")
+
+    @property
     def shortcuts(self) -> tuple[str, ...]:
         """The shortcuts that the learner tries on its model as it starts (`learner/probes.py`)."""
         named = {
@@ -366,19 +352,13 @@ class LearnerSpec(OptimizerSpec):
             self.num_gpus > 1,
             f"{key}.num_gpus={self.num_gpus:g} is per rank, of one GPU: raise {key}.ranks instead.",
         )
-        refuse(
-            self.zero_stage == 0 and self.compute_dtype == "bfloat16",
-            f"{key}.zero_stage=0 would accumulate gradients in bfloat16, which {key}.dtype="
-            f"{self.dtype} with {key}.num_gpus={self.num_gpus:g} means: choose 1, 2 or 3, or "
-            f"{key}.dtype=float32.",
-        )
         given = self.micro_batch_tokens
         refuse(
             given != "auto" and given < 1,
             f"{key}.micro_batch_tokens={given} must be above 0, or auto.",
         )
-        check_offload(self, key)
-        check_parts(self, key)
+        if self.engine in ENGINE_FACTS:  # a user's own is asked after its class was imported
+            self.facts.refuse(self, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,3 +420,6 @@ class RankPlace:
 # of log-probs that are not exact, by the section of `model` that such a model has
 ESTIMATORS: dict[str, str] = {"diffusion": "rlcore.extras.diffusion.estimates:MaskedEstimator"}
 ENGINES: dict[str, str] = {"deepspeed": "rlcore.learner.engines.deepspeed:ZeroEngine"}
+ENGINE_FACTS: dict[str, str] = {
+    "deepspeed": "rlcore.learner.engines.deepspeed_facts:DeepSpeedFacts"
+}

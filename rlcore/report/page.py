@@ -200,7 +200,10 @@ def _learner(learner: Any) -> str:
     ranks = learner.get("ranks", 1)
     lora = ", LoRA" if learner.get("lora") else ""
     plural = "s" if ranks != 1 else ""
-    return f"{ranks} rank{plural}, ZeRO {learner.get('zero_stage')}, lr {learner.get('lr')}{lora}"
+    zero = f"ZeRO {learner.get('zero_stage')}"
+    engine = learner.get("engine", "deepspeed")
+    stage = zero if engine == "deepspeed" else str(engine)
+    return f"{ranks} rank{plural}, {stage}, lr {learner.get('lr')}{lora}"
 
 
 def _done_with(about: Mapping[str, Any]) -> dict[str, str]:

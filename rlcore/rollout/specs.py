@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.engine_facts import EngineFacts, facts_of
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.registry import load_object, resolve
@@ -14,9 +15,6 @@ from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import BLOCK_FORMATS, Rounding, RoundingSpec
-
-# Widths of a head that vLLM's attention has on CPU.
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class RolloutSpec(Spec):
@@ -107,6 +105,34 @@ class ActorSpec(RoundingSpec):
         ),
     )
 
+    #: settings that an engine reads if its facts say so; true: refused with another engine, which
+    #: would sample from something else; false: named as not read
+    engine_settings: ClassVar[Mapping[str, bool]] = {
+        "kind": True,
+        "rounding": True,
+        "scales": True,
+        "keep_high_precision": True,
+        "precise_layers": True,
+        "tensor_parallel": True,
+        "fp8_kv_cache": True,
+        "sparse": True,
+        "speculate": True,
+        "logit_noise": True,
+        "probability_floor": True,
+        "temperature_scale": True,
+        "fp32_head": False,
+        "max_num_seqs": False,
+        "max_batched_tokens": False,
+        "kv_cache_gib": False,
+        "cpu_fast_path": False,
+        "gpu_memory_utilization": False,
+        "enforce_eager": False,
+        "second_runner": False,
+        "async_scheduling": False,
+        "prefix_caching": False,
+        "kv_on_update": False,
+    }
+
     kind: Literal["bf16", "fp8", "sparse", "draft"] = setting("bf16", "what makes it cheap")
     engine: str = setting("vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion")
     count: int = setting(1, "engines of this kind", gt=0)
@@ -172,6 +198,11 @@ class ActorSpec(RoundingSpec):
     def on_cpu(self) -> bool:
         return self.num_gpus == 0
 
+    def facts(self, key: str) -> type[EngineFacts]:
+        """Facts of the engine. `key`: of this section, such as actor.bf16. Raises UserError for a
+        user's own engine that cannot be loaded."""
+        return facts_of(ENGINE_FACTS, ENGINES, self.engine, f"{key}.engine")
+
     @property
     def eager(self) -> bool:
         """`enforce_eager` with null resolved."""
@@ -224,8 +255,8 @@ class ActorSpec(RoundingSpec):
     def check(self, key: str) -> None:
         _check_sparse(self, key)
         _check_precision(self, key)
-        _check_runner(self, key)
-        _check_speculation(self, key)
+        if self.engine in ENGINE_FACTS:  # a user's own is asked after its class was imported
+            self.facts(key).refuse(self, key)
         refuse(
             self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
             f"{key}.draft_path={self.draft_path} and {key}.draft_fresh cannot be combined with "
@@ -255,47 +286,6 @@ def _check_sparse(actor: ActorSpec, key: str) -> None:
         f"{key}.tensor_parallel={actor.tensor_parallel} cannot be combined with {key}.kind=sparse, "
         f"whose attention lives in one process: use 1 and raise {key}.count.",
     )
-
-
-def _check_runner(actor: ActorSpec, key: str) -> None:
-    for name, wanted, why in (
-        ("second_runner", actor.second_runner, "the second runner's kernels are written for GPUs"),
-        ("async_scheduling", actor.async_scheduling, "vLLM schedules ahead on GPUs only"),
-    ):
-        refuse(
-            bool(wanted) and actor.on_cpu,
-            f"{key}.{name}=true cannot be combined with {key}.num_gpus=0: {why}, so leave it null "
-            f"or set {key}.num_gpus=1.",
-        )
-        refuse(
-            bool(wanted) and bool(actor.wrong_logits),
-            f"{key}.{name}=true cannot be combined with {key}.{actor.wrong_logits}="
-            f"{getattr(actor, actor.wrong_logits or 'logit_noise'):g}, which is put on the logits "
-            "of the first runner, so leave it null.",
-        )
-
-
-def _check_speculation(actor: ActorSpec, key: str) -> None:
-    """Beside a model that proposes, only what a test has shown to leave the distribution right."""
-    if actor.speculate is None:
-        return
-    wrong = actor.wrong_logits or "logit_noise"
-    for name, used, why in (
-        ("kind", actor.kind not in ("bf16", "fp8"), "proposals are accepted by a dense policy"),
-        ("engine", actor.engine != "vllm", "vLLM proposes and accepts"),
-        ("tensor_parallel", actor.tensor_parallel > 1, "it is not proven over several ranks"),
-        ("second_runner", bool(actor.second_runner), "it is proven on vLLM's first runner"),
-        ("async_scheduling", bool(actor.async_scheduling), "it is not proven so"),
-        ("fp8_kv_cache", actor.fp8_kv_cache, "it is not proven so"),
-        (wrong, bool(actor.wrong_logits), "vLLM then puts no errors on the logits"),
-    ):
-        value = getattr(actor, name)
-        shown = str(value).lower() if isinstance(value, bool) else value
-        refuse(
-            used,
-            f"{key}.speculate cannot be combined with {key}.{name}={shown}: {why}, so leave "
-            f"{key}.speculate null or {name} at its default.",
-        )
 
 
 def _check_precision(actor: ActorSpec, key: str) -> None:
@@ -432,6 +422,10 @@ TEACHER_ENGINE = "rlcore.rollout.engines.vllm.teacher:TeacherEngine"
 ENGINES: dict[str, str] = {
     "vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine",
     "diffusion": "rlcore.extras.diffusion.engine:DiffusionEngine",
+}
+ENGINE_FACTS: dict[str, str] = {
+    "vllm": "rlcore.rollout.engines.vllm_facts:VllmFacts",
+    "diffusion": "rlcore.extras.diffusion.checks:DiffusionFacts",
 }
 
 

@@ -2,17 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore.commands.footprint import (
+from rlcore.learner.engines.deepspeed_facts import (
     BUCKET,
-    ModelSizes,
-    actor_rank,
     learner_host,
     learner_rank,
-    total,
     waiting_rank,
 )
-from rlcore.learner.limits import LayerSizes
 from rlcore.learner.specs import LearnerSpec
+from rlcore.models.sizes import LayerSizes, ModelSizes, total
+from rlcore.rollout.engines.vllm_facts import VllmFacts
 from rlcore.rollout.specs import ActorSpec
 
 SIZES = ModelSizes(8e9, 6e8, 152_000, LayerSizes(36, 4096, 4096, 1024, 12288, True))
@@ -128,10 +126,12 @@ def test_the_set_that_patches_are_made_against_is_counted():
 
 def test_an_engine_rank_holds_its_share():
     actor = ActorSpec(num_gpus=1, tensor_parallel=2)
-    parts = actor_rank(SIZES, actor, bucket_bytes=2**29, max_len=32768)
+    parts = VllmFacts.actor_memory(SIZES, actor, bucket_bytes=2**29, max_len=32768)
     assert parts["weights"] == 8e9
     assert parts["keys of one sequence"] == 2 * 36 * 1024 * 2 * 32768 / 2
-    fp8 = actor_rank(SIZES, ActorSpec(kind="fp8", num_gpus=1), bucket_bytes=2**29, max_len=32768)
+    fp8 = VllmFacts.actor_memory(
+        SIZES, ActorSpec(kind="fp8", num_gpus=1), bucket_bytes=2**29, max_len=32768
+    )
     assert fp8["weights"] == 8e9
 
 

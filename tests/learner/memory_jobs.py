@@ -18,12 +18,13 @@ from learner_helpers import (
     on_ranks,
 )
 
-from rlcore.commands.footprint import ModelSizes, learner_rank, total
+from rlcore.learner.engines.deepspeed_facts import learner_rank
 from rlcore.learner.packing import dummy
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.fresh import build_fresh_model
+from rlcore.models.sizes import ModelSizes, total
 from rlcore.models.specs import FreshModelSpec
 from rlcore.testing.live_bytes import LiveBytes
 

@@ -2,10 +2,7 @@
 
 import bound_jobs as jobs
 import pytest
-from learner_helpers import PlainEngine, make_groups, make_job, make_place, on_ranks, small_model
-
-from rlcore.errors import UserError
-from rlcore.learner import build
+from learner_helpers import make_groups, on_ranks, small_model
 
 pytestmark = pytest.mark.ranks
 
@@ -71,12 +68,6 @@ def test_a_correction_and_the_bound_shorten_a_step_together(model):
             assert row["lr"] + row["step_bound/moved"] <= max(
                 whole * (1 + 1e-6), row["step_bound/moved"]
             )
-
-
-def test_an_engine_without_a_rate_is_refused_while_there_is_a_bound(monkeypatch):
-    monkeypatch.setattr(build, "resolve", lambda *args, **kwargs: PlainEngine)
-    with pytest.raises(UserError, match=r"lacks rate or hold: set learner\.step_bound=null"):
-        build.build_parts(make_job("nowhere"), make_place(0, 1, 1))
 
 
 @pytest.mark.parametrize(("lag", "lr"), [(0, 2e-2), (jobs.LAG, 1e-5)], ids=["fresh", "near"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.rollout.specs import CPU_HEADS
+from rlcore.rollout.engines.vllm_facts import CPU_HEADS
 
 pytestmark = pytest.mark.engine
 

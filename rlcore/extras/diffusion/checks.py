@@ -3,15 +3,37 @@ of a `RunConfig`."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.dvp import DvpSpec
+from rlcore.engine_facts import EngineFacts
 from rlcore.extras.diffusion.folder import LAYERS
 from rlcore.learner.specs import PARTS
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import refuse
 
 ENGINE = "diffusion"
+
+
+class DiffusionFacts(EngineFacts):
+    """The denoising engine rounds weights itself, and has no kernels of low precision."""
+
+    reads: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("kind", "rounding", "scales", "keep_high_precision", "precise_layers"),
+            *("fp32_head", "max_num_seqs", "max_batched_tokens"),
+        }
+    )
+
+    @classmethod
+    def refuse(cls, spec: ActorSpec, key: str) -> None:
+        refuse(
+            spec.quantised_by_engine and spec.rounding == "none",
+            f"{key}.kind=fp8 has no kernels in {key}.engine={ENGINE}: set {key}.rounding=fp8, "
+            "which rounds the weights and computes in the actor's dtype.",
+        )
 
 
 def check_diffusion(c: RunConfig) -> None:
@@ -47,39 +69,8 @@ def _check_actor(key: str, actor: ActorSpec) -> None:
         f"{key}.kind={actor.kind} is of causal models, and model.diffusion is set: choose bf16, or "
         "fp8 with a rounding.",
     )
-    refuse(
-        actor.quantised_by_engine and actor.rounding == "none",
-        f"{key}.kind=fp8 has no kernels in {key}.engine={ENGINE}: set {key}.rounding=fp8, which "
-        "rounds the weights and computes in the actor's dtype.",
-    )
-    refuse(
-        actor.tensor_parallel > 1,
-        f"{key}.tensor_parallel={actor.tensor_parallel} cannot split a model in {key}.engine="
-        f"{ENGINE}: use 1 and raise {key}.count.",
-    )
-    for name in _VLLM_ONLY:
-        value, default = getattr(actor, name), ActorSpec.model_fields[name].default
-        refuse(
-            value != default,
-            f"{key}.{name}={value} is a setting of vLLM, and {key}.engine={ENGINE} would ignore "
-            f"it: leave it at {'null' if default is None else default}.",
-        )
 
 
-_VLLM_ONLY = (
-    "kv_cache_gib",
-    "cpu_fast_path",
-    "gpu_memory_utilization",
-    "enforce_eager",
-    "prefix_caching",
-    "kv_on_update",
-    "fp8_kv_cache",
-    "second_runner",
-    "async_scheduling",
-    "logit_noise",
-    "probability_floor",
-    "temperature_scale",
-)
 # of `rollout`: a denoising step draws from the whole distribution
 _CUTS = ("top_p", "top_k", "min_p")
 

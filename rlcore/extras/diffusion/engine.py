@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.extras.diffusion.checks import DiffusionFacts
 from rlcore.extras.diffusion.estimates import Estimate
 from rlcore.extras.diffusion.folder import NAMES, mask_token_id
 from rlcore.interfaces import WeightStream
@@ -369,6 +370,8 @@ def _batches(items: Sequence[T], lengths: Sequence[int], positions: int) -> Iter
 
 class DiffusionEngine(BookedEngine):
     """Denoises in this process. Not thread-safe: one thread owns it."""
+
+    facts = DiffusionFacts
 
     def __init__(self, job: EngineJob) -> None:
         """Raises UserError for settings or a model folder that cannot work here."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError
+from rlcore.learner.engines.deepspeed_facts import DeepSpeedFacts
 from rlcore.learner.engines.model_parallel import (
     ExpertParts,
     ModelParts,
@@ -177,7 +178,7 @@ LARGEST_BUCKET = 500_000_000  # entries of gradients that are reduced together
 class ZeroEngine(TrainEngine):
     """One rank's policy and optimizer on DeepSpeed."""
 
-    divides_layers = True
+    facts = DeepSpeedFacts
 
     @staticmethod
     def prepare(device: torch.device) -> None:

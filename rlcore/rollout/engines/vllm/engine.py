@@ -30,6 +30,7 @@ from rlcore.rollout.engines.vllm.patches import PROPOSALS, ROUTES
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
 from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN, RULE
 from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
+from rlcore.rollout.engines.vllm_facts import VllmFacts
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
 from rlcore.types import FinishReason, OnPublish, Request, SamplingSpec, Trajectory
@@ -318,6 +319,8 @@ def _start_with_attention(job: EngineJob, vocab: int) -> LLMEngine:
 
 class VllmEngine(BookedEngine):
     """One in-process vLLM engine. Not thread-safe: one thread owns it."""
+
+    facts = VllmFacts
 
     def __init__(self, job: EngineJob) -> None:
         """Start the engine and warm it up.

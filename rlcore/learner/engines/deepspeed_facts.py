@@ -1,78 +1,86 @@
-"""Peak memory of a run's processes by purpose, counted from shapes without loading anything.
+"""Facts of DeepSpeed as a training engine: the settings that it reads, and its memory.
 
-The learner's figures follow what DeepSpeed 0.19 allocates (`learner/engines/deepspeed.py`), and are
-compared with what real ranks of small models hold in benchmarks/memory_table.py. Allocators and
-libraries add to them; nothing here has been measured on a GPU.
+The memory follows what DeepSpeed 0.19 allocates (`learner/engines/deepspeed.py`), and is compared
+with what real ranks of small models hold in benchmarks/memory_table.py. Allocators and libraries
+add to it; nothing here has been measured on a GPU. No torch.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from rlcore.learner.limits import LayerSizes, most_positions
-from rlcore.learner.specs import LearnerSpec
-from rlcore.rollout.specs import ActorSpec
+from rlcore.engine_facts import EngineFacts, RankLoad, RankMemory
+from rlcore.learner.limits import most_positions
+from rlcore.learner.specs import PARTS, LearnerSpec
+from rlcore.models.sizes import BYTES, ModelSizes, Parts, total
+from rlcore.spec import refuse
 
-GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2}
 BUCKET = 5e8  # entries of DeepSpeed's buffer of gradients under reduction
 LIVE = 1e9  # entries that ZeRO-3 keeps gathered at most (stage3_max_live_parameters)
 GROUP = 1e9  # entries that ZeRO-3 updates at a time (sub_group_size)
 OFFLOADED = ("masters and moments", "gradients")  # by learner.offload_while_sampling
 SWAPPED = 4  # such groups of a tensor that a rank with states on NVMe has memory for (buffer_count)
-_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
-_ENDS = ("embed_tokens", "lm_head")
-Parts = dict[str, float]  # bytes by what holds them
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """The sizes that memory depends on. `of` reads them; lengths are in entries.
+class DeepSpeedFacts(EngineFacts):
+    """ZeRO 0 to 3, with parts of sequences, layers and experts, and offloading."""
 
-    Example: ModelSizes(8.2e9, 6.2e8, 151936, LayerSizes(36, 4096, 4096, 1024, 12288, True))
-    """
-
-    parameters: float
-    largest: float  # of one parameter as it is trained: a layer's experts are stacked
-    vocabulary: int
-    layer: LayerSizes  # what activations depend on
-    ends: float = 0.0  # embedding and head, which tensor parallelism leaves whole
-    experts: float = 0.0  # all of them, in all layers
-
-    def held(self, spec: LearnerSpec) -> float:
-        """Entries of the model that a rank computes with, without ZeRO-3."""
-        divided = (self.parameters - self.ends) / spec.tensor_parallel
-        return self.ends + divided - self.experts * (1 - 1 / spec.expert_parallel)
+    reads: ClassVar[frozenset[str]] = frozenset(LearnerSpec.engine_settings)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:
-        """Of a config.json, and the shapes of all weights by Hugging Face name."""
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        stacked: dict[str, int] = {}
-        for name, size in sizes.items():
-            found = _EXPERT.fullmatch(name)
-            if found is None:
-                stacked[name] = size
-            else:
-                kind = "down" if found["kind"] == "down" else "gate_up"
-                label = f"{found['layer']}.{kind}"
-                stacked[label] = stacked.get(label, 0) + size
-        return cls(
-            parameters=float(sum(sizes.values())),
-            largest=float(max(stacked.values())),
-            vocabulary=int(config["vocab_size"]),
-            layer=LayerSizes.of(config, qk_norm=any(n.endswith("q_norm.weight") for n in shapes)),
-            ends=float(sum(size for name, size in sizes.items() if name.split(".")[-2] in _ENDS)),
-            experts=float(sum(size for name, size in sizes.items() if _EXPERT.fullmatch(name))),
+    def refuse(cls, spec: LearnerSpec, key: str) -> None:
+        refuse(
+            spec.zero_stage == 0 and spec.compute_dtype == "bfloat16",
+            f"{key}.zero_stage=0 would accumulate gradients in bfloat16, which {key}.dtype="
+            f"{spec.dtype} with {key}.num_gpus={spec.num_gpus:g} means: choose 1, 2 or 3, or "
+            f"{key}.dtype=float32.",
+        )
+        refuse(
+            spec.offload.optimizer != "none" and spec.zero_stage != 3,
+            f"{key}.offload.optimizer={spec.offload.optimizer} needs {key}.zero_stage=3, which is "
+            f"{spec.zero_stage}: below it DeepSpeed adds up offloaded gradients in bfloat16.",
+        )
+        for name in PARTS:
+            _check_divides(spec, key, name)
+
+    @classmethod
+    def words(cls, spec: LearnerSpec) -> str:
+        return f"ZeRO-{spec.zero_stage}"
+
+    @classmethod
+    def rank_memory(cls, sizes: ModelSizes, spec: LearnerSpec, load: RankLoad) -> RankMemory:
+        return RankMemory(
+            learner_rank(sizes, spec, kl=load.kl, trained=load.trained),
+            waiting_rank(sizes, spec, kl=load.kl, trained=load.trained),
+            learner_host(
+                sizes,
+                spec,
+                bucket_bytes=load.bucket_bytes,
+                kl=load.kl,
+                trained=load.trained,
+                kept_width=load.kept_width,
+            ),
         )
 
-    def key_bytes(self, tokens: int, width: int = 2) -> float:
-        """Keys and values of a sequence."""
-        return 2.0 * self.layer.layers * self.layer.keys * width * tokens
+    @classmethod
+    def frozen_bytes(cls, sizes: ModelSizes, spec: LearnerSpec) -> float:
+        return frozen_model(sizes, spec)
+
+
+def _check_divides(spec: LearnerSpec, key: str, name: str) -> None:
+    count = getattr(spec, name)
+    divisors = [n for n in range(1, spec.ranks + 1) if spec.ranks % n == 0]
+    refuse(
+        count not in divisors,
+        f"{key}.{name}={count} does not divide {key}.ranks={spec.ranks}: choose one of "
+        f"{', '.join(map(str, divisors))}.",
+    )
+
+
+def _computed(sizes: ModelSizes, spec: LearnerSpec) -> float:
+    """Entries of the model that a rank computes with, without ZeRO-3."""
+    divided = (sizes.parameters - sizes.ends) / spec.tensor_parallel
+    return sizes.ends + divided - sizes.experts * (1 - 1 / spec.expert_parallel)
 
 
 def learner_rank(
@@ -84,7 +92,7 @@ def learner_rank(
     `kl`: a frozen policy is held beside the trained one. `trained`: entries that are trained; None:
     all.
     """
-    own = sizes.held(spec) if trained is None else trained
+    own = _computed(sizes, spec) if trained is None else trained
     parts = _held(sizes, spec, own)
     if kl:
         parts["frozen policy"] = frozen_model(sizes, spec)
@@ -98,7 +106,7 @@ def waiting_rank(
     sizes: ModelSizes, spec: LearnerSpec, *, kl: bool = False, trained: float | None = None
 ) -> Parts:
     """Bytes that a rank keeps on the device during the engines' turn (`schedule.colocated`)."""
-    parts = _held(sizes, spec, sizes.held(spec) if trained is None else trained)
+    parts = _held(sizes, spec, _computed(sizes, spec) if trained is None else trained)
     if spec.offload_while_sampling:
         parts = {name: size for name, size in parts.items() if name not in OFFLOADED}
     if kl:
@@ -127,7 +135,7 @@ def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     """Return the memory that a rank always holds."""
     stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
     mine = _partition(sizes, spec, own)
-    weights = BYTES[spec.compute_dtype] * sizes.held(spec)
+    weights = BYTES[spec.compute_dtype] * _computed(sizes, spec)
     parts: Parts = {"weights": weights / spec.ranks if stage == 3 else weights}
     if spec.offload.parameters != "none":
         parts["weights"] = 0.0
@@ -249,28 +257,3 @@ def learner_host(
             "publication": 2 * max(bucket_bytes, largest) + largest,
         }
     )
-
-
-def actor_rank(sizes: ModelSizes, actor: ActorSpec, *, bucket_bytes: float, max_len: int) -> Parts:
-    """Least bytes on the GPU of one rank of an engine: its weights, a sequence of the longest kind,
-    and the buckets of weights that arrive."""
-    width = 1.0 if actor.kind == "fp8" and actor.rounding == "none" else 2.0
-    if actor.compute_dtype == "float32":
-        width = 4.0
-    keys = sizes.key_bytes(max_len, 1 if actor.fp8_kv_cache else 2)
-    return {
-        "weights": width * sizes.parameters / actor.tensor_parallel,
-        "keys of one sequence": keys / actor.tensor_parallel,
-        "arriving weights": 2 * max(bucket_bytes, sizes.largest * 2),
-    }
-
-
-def total(parts: Parts) -> float:
-    """Bytes of all parts."""
-    return sum(parts.values())
-
-
-def in_words(parts: Parts) -> str:
-    """Example: "41.2 GiB: weights 4.0, gradients 8.0, ..." """
-    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    return f"{total(parts) / GIB:.1f} GiB: {shown}"

@@ -1,0 +1,123 @@
+"""Engines of a user's own: what they do not read is refused or named, and nothing is claimed."""
+
+import pytest
+
+from rlcore.config.checks import check
+from rlcore.config.compose import load
+from rlcore.config.unread import unread
+from rlcore.errors import UserError
+from rlcore.learner.engines.deepspeed_facts import DeepSpeedFacts
+from rlcore.learner.specs import LearnerSpec
+from rlcore.rollout.engines.vllm_facts import VllmFacts
+from rlcore.rollout.specs import ActorSpec
+
+OWN = """
+from rlcore.engine_facts import EngineFacts
+from rlcore.interfaces import RolloutEngine
+from rlcore.learner.protocols import TrainEngine
+
+
+def _no(*args, **kwargs):
+    raise NotImplementedError
+
+
+class Reads(EngineFacts):
+    reads = frozenset({"zero_stage", "tensor_parallel", "kind", "rounding"})
+
+
+Train = type("Train", (TrainEngine,), dict.fromkeys(TrainEngine.__abstractmethods__, _no))
+TrainParts = type("TrainParts", (Train,), {"facts": Reads})
+Sample = type("Sample", (RolloutEngine,), dict.fromkeys(RolloutEngine.__abstractmethods__, _no))
+SampleLow = type("SampleLow", (Sample,), {"facts": Reads})
+"""
+
+
+@pytest.fixture
+def begun(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+
+    def made(*words):  # words given later win
+        own = [w.replace("own:", f"{tmp_path}/own.py:") for w in words]
+        return load(
+            [f"run_dir={tmp_path}/r", "experiment=quickstart", "learner.step_bound=null", *own]
+        )
+
+    return made
+
+
+def test_shipped_engines_read_every_setting_that_only_some_engines_read():
+    assert DeepSpeedFacts.reads == {*LearnerSpec.engine_settings}
+    assert VllmFacts.reads == {*ActorSpec.engine_settings}
+    for spec in (LearnerSpec, ActorSpec):
+        assert {*spec.engine_settings} <= {*spec.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "remedy"),
+    [
+        (
+            ["learner.engine=own:Train", "learner.ranks=2", "learner.tensor_parallel=2"],
+            "learner.tensor_parallel=2",
+            ["learner.engine=own:TrainParts", "learner.ranks=2", "learner.tensor_parallel=2"],
+        ),
+        (
+            ["actor=fp8", "actor.fp8.engine=own:Sample"],
+            "actor.fp8.kind=fp8",
+            ["actor=fp8", "actor.fp8.engine=own:SampleLow"],
+        ),
+        (
+            ["actor.bf16.engine=own:SampleLow", "actor.bf16.logit_noise=0.1"],
+            "actor.bf16.logit_noise=0.1",
+            ["actor.bf16.engine=own:SampleLow"],
+        ),
+    ],
+)
+def test_what_an_engine_would_ignore_is_refused_or_read(begun, words, key, remedy):
+    with pytest.raises(UserError) as refused:
+        begun(*words)
+    assert str(refused.value).startswith(f"{key} is not read by "), refused.value
+    check(begun(*remedy))
+
+
+def test_what_changes_no_result_is_named_as_not_read(begun):
+    said = unread(begun("learner.engine=own:Train", "learner.ranks=2", "learner.zero_stage=3"))
+    assert any(
+        s.startswith("learner.zero_stage=3 is not read, since learner.engine=") for s in said
+    )
+    said = unread(begun("learner.engine=own:TrainParts", "learner.zero_stage=3"))
+    assert not any("zero_stage" in sentence for sentence in said)
+    said = unread(begun("actor.bf16.engine=own:Sample", "actor.bf16.max_num_seqs=8"))
+    assert any(s.startswith("actor.bf16.max_num_seqs=8 is not read") for s in said)
+
+
+def test_rules_of_deepspeed_are_not_another_engines(begun):
+    half = ["learner.dtype=bfloat16", "learner.zero_stage=0"]
+    with pytest.raises(UserError, match="would accumulate gradients in bfloat16"):
+        begun(*half)
+    begun(*half, "learner.engine=own:Train")
+
+
+@pytest.mark.parametrize("word", ["bitwise=true", "schedule.colocated=true"])
+def test_what_an_engine_does_not_provide_is_refused(begun, word):
+    words = ["actor.bf16.engine=own:SampleLow", "schedule=on_policy", word]
+    with pytest.raises(UserError, match=r"engine="):
+        begun(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["learner.step_bound=0.5"], "learner.step_bound=0.5 needs rate and hold of a training"),
+        (["critic=value_head", "algorithm.advantage=gae"], "critic.kind=value_head needs outputs"),
+    ],
+)
+def test_a_training_engine_without_an_optional_method_is_refused_before_a_start(begun, words, said):
+    with pytest.raises(UserError) as refused:
+        begun("learner.engine=own:Train", *words)
+    assert str(refused.value).startswith(said), refused.value
+    begun(*words)
+
+
+def test_an_engine_that_cannot_be_loaded_is_named_with_its_key(begun):
+    with pytest.raises(UserError, match=r"^actor\.bf16\.engine=\S+:None cannot|^actor\.bf16"):
+        begun("actor.bf16.engine=own:Absent")
