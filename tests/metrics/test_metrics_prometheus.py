@@ -5,14 +5,17 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from run_rows import recorded
 
 from rlcore.advisor.simulate.clock import run_simulated
 from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.errors import UserError
 from rlcore.loop.specs import ScheduleSpec
-from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
+from rlcore.metrics.health import Health
+from rlcore.metrics.logger import MetricsLogger, RunHealth, RunReporter, open_logger
 from rlcore.metrics.prometheus import PrometheusSink, exported_name, require_free
-from rlcore.metrics.specs import LoggingSpec
+from rlcore.metrics.rules.base import Course
+from rlcore.metrics.specs import LoggingSpec, WarningsSpec
 
 HOST = "127.0.0.1"
 
@@ -54,6 +57,17 @@ def test_a_kind_of_actors_is_a_label(sink):
     found = {key[1]: v for key, v in samples.items() if key[0] == "rlcore_mismatch_ess"}
     assert found == {"": 0.75, "fp8": 0.5, "bf16": 1.0}
     assert len(families["rlcore_mismatch_ess"].samples) == 3
+
+
+def test_an_alarm_is_a_gauge_that_a_server_can_watch(sink, tmp_path):
+    """The recorded asynchronous run that lost its policy: 0 before its fourth step, 1 from it."""
+    health = RunHealth(tmp_path, Health(WarningsSpec(), Course(staleness_bound=8)))
+    seen = {}
+    with MetricsLogger([sink], health=health) as logger:
+        for row in recorded()["async"][:6]:
+            logger.log(row)
+            seen[row["step"]] = scrape(sink.port)[0][("rlcore_health_alarm",)]
+    assert [seen[step] >= 1 for step in (1, 2, 3, 4)] == [False, False, False, True]
 
 
 def test_every_exported_name_is_one_that_prometheus_accepts():
