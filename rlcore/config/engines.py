@@ -54,7 +54,8 @@ def _check_methods(c: RunConfig) -> None:
     """Check that a training engine of a user's own has the methods that settings ask for."""
     if c.learner.engine in ENGINES:
         return
-    own, base = resolve(ENGINES, c.learner.engine, key="learner.engine"), load_object(BASE)
+    base = load_object(BASE)
+    own = resolve(ENGINES, c.learner.engine, key="learner.engine", like=base)
     for said, methods, remedy in _asked_for(c):
         lacking = [n for n in methods if getattr(own, n, None) in (None, getattr(base, n))]
         refuse(

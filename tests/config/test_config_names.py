@@ -70,7 +70,7 @@ def test_shipped_names_are_listed():
     ],
 )
 def test_a_users_own_is_named_by_its_file(mine, key, name):
-    config = run(f"{key}='mine.py:{name}'")
+    config = run(f"{key}='mine.py:{name}'", "learner.step_bound=null")
     value = config
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -88,9 +88,8 @@ def test_its_traits_count_as_those_of_a_shipped_one(mine):
 
 @pytest.mark.parametrize("key", ["learner.engine", "actor.bf16.engine"])
 def test_a_wrong_path_is_refused_before_anything_starts(mine, key):
-    config = run(f"{key}='mine.py:None_such'")
     with pytest.raises(UserError, match=rf"^{key}=.*mine\.py:None_such .*has no None_such"):
-        load_own(config)
+        run(f"{key}='mine.py:None_such'")
 
 
 @pytest.fixture

@@ -294,7 +294,7 @@ REFUSED = [  # words; parts that the sentence must hold
         ([SPECULATING, *words], ["actor.bf16.speculate", *said])
         for words, said in (
             (["actor.bf16.tensor_parallel=2"], ["tensor_parallel=2"]),
-            (["actor.bf16.engine=x.py:Mine"], ["engine="]),
+            (["actor.bf16.engine=rlcore.interfaces:RolloutEngine"], ["engine="]),
             (["actor.bf16.logit_noise=0.5"], ["logit_noise=0.5"]),
             (["actor.bf16.probability_floor=0.5"], ["probability_floor=0.5"]),
             (["actor.bf16.num_gpus=1", "actor.bf16.second_runner=true"], ["second_runner=true"]),
@@ -505,7 +505,7 @@ REFUSED = [  # words; parts that the sentence must hold
     ([*SHARES, "evaluation.dense_actor=true"], ["learner.num_gpus=0.5", "dense_actor=true"]),
     ([*SHARES, "cluster.launch.learner_nodes=1"], ["num_gpus=0.5", "learner_nodes=1"]),
     (
-        [*GPUS, "cluster.transport=nccl", "actor.bf16.engine=mine.py:Engine"],
+        [*GPUS, "cluster.transport=nccl", "actor.bf16.engine=rlcore.interfaces:RolloutEngine"],
         ["actor.bf16.engine", "object_store"],
     ),
     (
@@ -657,12 +657,20 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.lora.publish=adapter", "actor.bf16", "int4", "rounding=none"],
     ),
     (
-        [ADAPTER, "actor.bf16.engine=mine.py:Engine"],
-        ["learner.lora.publish=adapter", "actor.bf16.engine=mine.py:Engine", "publish=merged"],
+        [ADAPTER, "actor.bf16.engine=rlcore.interfaces:RolloutEngine"],
+        [
+            "learner.lora.publish=adapter",
+            "actor.bf16.engine=rlcore.interfaces:RolloutEngine",
+            "publish=merged",
+        ],
     ),
     (
-        ["actor=sparse", "learner.distill={lora:{publish: adapter}}", "actor.sparse.engine=x.py:E"],
-        ["learner.distill.lora.publish=adapter", "actor.sparse.engine=x.py:E"],
+        [
+            "actor=sparse",
+            "learner.distill={lora:{publish: adapter}}",
+            "actor.sparse.engine=rlcore.interfaces:RolloutEngine",
+        ],
+        ["actor.sparse.kind=sparse is not read", "actor.sparse.engine=rlcore.interfaces:"],
     ),
     (
         ["actor=draft", "actor.draft.draft_path=y", "evaluation.dense_actor=false"],

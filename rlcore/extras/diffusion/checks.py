@@ -8,7 +8,7 @@ from typing import ClassVar
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.dvp import DvpSpec
-from rlcore.engine_facts import EngineFacts
+from rlcore.engine_facts import EngineFacts, foreign
 from rlcore.extras.diffusion.folder import LAYERS
 from rlcore.learner.specs import PARTS
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
@@ -30,10 +30,27 @@ class DiffusionFacts(EngineFacts):
     @classmethod
     def refuse(cls, spec: ActorSpec, key: str) -> None:
         refuse(
+            spec.kind not in ("bf16", "fp8"),
+            f"{key}.kind={spec.kind} is of causal models, which {key}.engine={ENGINE} does not "
+            "decode: choose bf16, or fp8 with a rounding.",
+        )
+        refuse(
             spec.quantised_by_engine and spec.rounding == "none",
             f"{key}.kind=fp8 has no kernels in {key}.engine={ENGINE}: set {key}.rounding=fp8, "
             "which rounds the weights and computes in the actor's dtype.",
         )
+        refuse(
+            spec.tensor_parallel > 1,
+            f"{key}.tensor_parallel={spec.tensor_parallel} cannot split a model in {key}.engine="
+            f"{ENGINE}: use 1 and raise {key}.count.",
+        )
+        for name in foreign(spec, spec.engine_settings, cls):
+            default = ActorSpec.model_fields[name].default
+            refuse(
+                True,
+                f"{key}.{name}={getattr(spec, name)} is a setting of vLLM, and {key}.engine="
+                f"{ENGINE} would ignore it: leave it at {'null' if default is None else default}.",
+            )
 
 
 def check_diffusion(c: RunConfig) -> None:
@@ -42,8 +59,6 @@ def check_diffusion(c: RunConfig) -> None:
         _check_engine(c, f"actor.{label}", actor)
     if c.model.diffusion is None:
         return
-    for label, actor in c.actor.items():
-        _check_actor(f"actor.{label}", actor)
     _check_sampling(c)
     _check_learning(c)
     _check_adapters(c)
@@ -60,14 +75,6 @@ def _check_engine(c: RunConfig, key: str, actor: ActorSpec) -> None:
         not masked and actor.engine == ENGINE,
         f"{key}.engine={ENGINE} denoises masked-diffusion models, and model.diffusion is null: "
         "choose model=diffusion, or engine=vllm.",
-    )
-
-
-def _check_actor(key: str, actor: ActorSpec) -> None:
-    refuse(
-        actor.kind not in ("bf16", "fp8"),
-        f"{key}.kind={actor.kind} is of causal models, and model.diffusion is set: choose bf16, or "
-        "fp8 with a rounding.",
     )
 
 
