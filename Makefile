@@ -81,8 +81,8 @@ docs: .venv-docs/bin/mkdocs  ## build docs/ as a site into site/; a broken link 
 docs-commands: venv  ## run the documented commands: the bash blocks that are tagged `run` (an hour)
 	$(PY) tests/run_documented.py
 
-faults: venv  ## cause every fault of docs/faults.md for real, rewrite its table (half an hour)
-	$(PY) benchmarks/faults.py --out docs/faults.md
+faults: venv  ## cause every fault for real, rewrite benchmarks/results/faults_cpu.md (half an hour)
+	$(PY) benchmarks/faults.py --out benchmarks/results/faults_cpu.md
 
 models: venv  ## prove every family of models or show its refusal, rewrite docs/models.md (half an hour)
 	nice $(PY) benchmarks/models.py --out docs/models.md

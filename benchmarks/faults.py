@@ -1,6 +1,6 @@
 """`make faults`: causes every fault in a running job and prints the outcome.
 
-    python benchmarks/faults.py [NAME ...] [--patience SECONDS] [--out docs/faults.md]
+    python benchmarks/faults.py [NAME ...] [--patience SECONDS] [--out FILE]
 
 Each fault gets its own run: the smallest model, asynchronous, a checkpoint every five steps. The
 fault is injected after a few steps. Then the run must continue (or end as documented and be

@@ -1,4 +1,4 @@
-"""Every row of the table in docs/faults.md: the fault caused in a real run, recovery, and audit.
+"""Every row of benchmarks/results/faults_cpu.md: the fault in a real run, recovery, and audit.
 
 The rows are those of benchmarks/faults.py, which also writes the table. All of them run every
 night; `--turn N` selects two that rotate with N, for `make test-slow` and its like."""
@@ -45,7 +45,7 @@ def test_a_fault_costs_no_group_and_leaves_no_process(row, tmp_path, monkeypatch
 
 
 def test_the_page_has_a_line_for_every_row_and_no_other():
-    table = (ROOT / "docs" / "faults.md").read_text().partition("<!-- table -->")[2]
+    table = (ROOT / "benchmarks/results/faults_cpu.md").read_text().partition("<!-- table -->")[2]
     titles = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)[2:]  # without the head
     assert titles == list(ROWS.values())
 
