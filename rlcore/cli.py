@@ -269,9 +269,17 @@ def _ci(given: Given) -> float:
 
 
 def _fetch(given: Given) -> int:
-    from rlcore.commands.fetch import fetch
+    name, out = given.text("name") or next(iter(given.operands), None), given.text("out")
+    if name is None:
+        raise UserError("rlcore fetch needs OWNER/NAME of the Hugging Face Hub, or name=NAME.")
+    if "/" not in name:
+        from rlcore.commands.fetch import fetch
 
-    return fetch(given.own["name"], given.own["out"])
+        return fetch(name, out)
+    from rlcore.commands.fetch_hub import Wanted, fetch_repository
+
+    fetch_repository(Wanted(name, given.text("kind"), given.text("revision"), out))
+    return 0
 
 
 def _import_config(given: Given) -> int:
@@ -387,7 +395,7 @@ def config_of(given: Given) -> RunConfig:
     run_dir = given.setting("run_dir")
     if run_dir is None:
         run_dir = _run_meant(given)
-        words.append(f"run_dir={run_dir}")
+        words = [*_of_a_folder(words), f"run_dir={run_dir}"]
     return load(_of_run(words), config_dir)
 
 
@@ -450,11 +458,17 @@ def _newest_run(given: Given) -> str:
 
 def _looked_at(words: list[str]) -> list[str]:
     """The words of a run that is looked at and not made: nothing is written to its folder."""
+    words = _of_a_folder(_of_run(words))
+    named = any(word.startswith("run_dir=") for word in words)
+    return words if named else [*words, "run_dir=."]
+
+
+def _of_a_folder(words: list[str]) -> list[str]:
+    """The words with model=path, where they name a folder and neither a run nor an option: a fresh
+    model's short max_len would refuse most prompts."""
     given = {word.partition("=")[0] for word in words}
-    words = _of_run(words)
-    if "model.path" in given and not given & {"model", "experiment", "run_dir"}:
-        words = ["model=path", *words]  # a fresh model's short max_len would refuse most prompts
-    return words if "run_dir" in given else [*words, "run_dir=."]
+    alone = "model.path" in given and not given & {"model", "experiment", "run_dir"}
+    return ["model=path", *words] if alone else words
 
 
 def _of_run(words: list[str]) -> list[str]:

@@ -160,3 +160,15 @@ def prepared_set(name: str) -> Path:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     datasets = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
     return datasets / name.replace("/", "___")
+
+
+def not_here(name: str, kind: str) -> str:
+    """A clause for a path that does not exist: with the command that brings it, if the user wrote
+    OWNER/NAME. `name`: as given, or made absolute. `kind`: model or dataset."""
+    written = name
+    if os.path.isabs(name) and (below := os.path.relpath(name)) and not below.startswith(".."):
+        written = below
+    if HUB_NAME.fullmatch(written) is None:
+        return "rlcore fetch OWNER/NAME brings one of the Hugging Face Hub"
+    also = " kind=dataset" if kind == "dataset" else ""
+    return f"if {written} is of the Hugging Face Hub, rlcore fetch {written}{also} brings it"

@@ -36,6 +36,7 @@ from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.metrics.rows import run_rows
 from rlcore.models.folder import read_config
+from rlcore.progress import waiting
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.tasks import make_task
@@ -67,7 +68,8 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     print(f"rates: {source}\n{HEADER}")
     found: list[tuple[PlannedFleet, Forecast]] = []
     for fleet in fleets:
-        result = forecast(fleet)
+        with waiting("plan", f"simulating {sum(fleet.actors.values())} actors"):
+            result = forecast(fleet)
         print(_line(fleet, result), flush=True)
         found.append((fleet, result))
     for line in _bounded(config, max(f.staleness_mean for _, f in found)):

@@ -36,6 +36,7 @@ from rlcore.advisor.planner.run import PlannedFleet
 from rlcore.advisor.planner.specs import EpisodeSpec, LengthSpec, Rates
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError, UserError
+from rlcore.progress import waiting
 from rlcore.spec import refuse
 
 CONFIGURED = "as configured"
@@ -128,7 +129,8 @@ def split_plan(config: RunConfig, words: Mapping[str, str]) -> int:
 
 
 def _printed(fleets: _Fleets, variant: Variant, gpus: int) -> list[Split]:
-    splits = fleets.splits(variant, gpus)
+    with waiting("plan", f"simulating divisions of {gpus} GPUs, {variant.name}"):
+        splits = fleets.splits(variant, gpus)
     best = best_of(splits)
     for s in splits:
         print(_line(variant.name, s, "best" if s is best else s.forecast.bottleneck), flush=True)
@@ -165,12 +167,14 @@ def _failing(
     costs: list[dict[str, Any]] = []
     if not rates:
         return costs
-    without = forecast(fleets.fleet(variant, best.ranks, best.actors, times=LONGER))
+    with waiting("plan", "simulating without failures"):
+        without = forecast(fleets.fleet(variant, best.ranks, best.actors, times=LONGER))
     for rate in rates:
         name = f"{rate:g} failures a day, actor"
         fleet = fleets.fleet(variant, best.ranks, best.actors, failures=rate, times=LONGER)
         try:
-            f = forecast(fleet)
+            with waiting("plan", f"simulating {name}"):
+                f = forecast(fleet)
         except StageError as e:
             print(f"{name}: the run ends: {e}")
             costs.append({"failures_per_day": rate, "error": str(e)})

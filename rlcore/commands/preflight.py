@@ -23,6 +23,7 @@ from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.corrections.shadow import build_shadows, refuse_further_needs
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.errors import Faults, UserError
+from rlcore.files import not_here
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import (
     Difficulty,
@@ -32,6 +33,7 @@ from rlcore.loop.prompts import (
     PromptSource,
     RequestMaker,
     SampleSettings,
+    split_and_index,
     task_seed,
 )
 from rlcore.metrics.logger import own_sink
@@ -72,7 +74,7 @@ def check_rewards(config: RunConfig) -> None:
             if not (folder / "config.json").is_file():
                 raise UserError(
                     f"{key}.path={folder} holds no config.json: give a local Hugging Face folder "
-                    "of a sequence classifier."
+                    f"of a sequence classifier; {not_here(str(folder), 'model')}."
                 )
 
 
@@ -128,6 +130,13 @@ class Prepared:
     def pad_id(self) -> int:
         """The token id in the unused positions of a micro-batch."""
         return padding(self.tokenizer)
+
+    def reference(self, prompt_id: str) -> str:
+        """The answer that a problem's own grader compares with; "": none."""
+        split, index = split_and_index(prompt_id)
+        label = prompt_id.partition("/")[0]
+        source = self.heldout.sources.get(label) if split == "heldout" else None
+        return (source or self.prompts.source(prompt_id)).task.item(split, index).answer
 
 
 @dataclass(frozen=True, slots=True)

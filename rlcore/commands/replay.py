@@ -7,16 +7,18 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.recordings import folder_of, read_recording, steps_in
+from rlcore.cluster.sample_text import UNFINISHED
 from rlcore.commands import derived
 from rlcore.commands.preflight import note, prepare
 from rlcore.commands.processes import Session, connected
@@ -27,8 +29,10 @@ from rlcore.config.sentences import written
 from rlcore.errors import UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Plan
+from rlcore.metrics.console import wide_console
 from rlcore.metrics.health import RECORDER
 from rlcore.metrics.rows import Row, run_rows
+from rlcore.progress import waiting
 from rlcore.rooms import from_room
 from rlcore.serialization import load_trajectory
 
@@ -201,7 +205,8 @@ def _execute(
         config = with_drafts(config, prepared, note)
         session = Session(config, model_path, pad_id=prepared.pad_id, note=note, with_actors=False)
         try:
-            return asyncio.run(_steps(config, session, plan, begin, step, between))
+            with waiting("replay", f"reading what step {begin.step + 1} begins with") as progress:
+                return asyncio.run(_steps(config, session, plan, begin, step, between, progress))
         finally:
             session.close()
 
@@ -213,6 +218,7 @@ async def _steps(
     begin: Beginning,
     step: int,
     between: Path | None,
+    progress: Callable[[str], None],
 ) -> Executed:
     learner, at, resumed = session.learner, begin.step, None
     assert learner is not None
@@ -230,6 +236,7 @@ async def _steps(
         )
         resumed = None
         for number in phase:
+            progress(f"step {number + 1}, up to step {step + 1}")
             if number == step:
                 if between is not None and begin.folder != between:
                     in_phase = number != phase[0] or bool(_offset(plan, number))
@@ -298,14 +305,24 @@ def _shown(config: RunConfig, step: int, tokens: Tokens, count: int) -> list[dic
                 "sample": key[1],
                 "token": i,
                 "share": size / whole,
-                # a fresh model may have more rows than its tokenizer has tokens
-                "text": tokenizer.convert_ids_to_tokens(of[i]) or f"<{of[i]}>",
+                "text": _text(tokenizer, of, i),
                 "before": tokenizer.decode(of[max(0, i - AROUND) : i]),
                 "after": tokenizer.decode(of[i + 1 : i + 1 + AROUND]),
                 **{name: values[name][i] for name in ("slope", "weight", "kept", "advantage")},
             }
         )
     return found
+
+
+def _text(tokenizer: Any, ids: Sequence[int], at: int) -> str:
+    """The text that one token adds; the token's own name where it adds none, as the end of a
+    sequence or a part of a character."""
+    first = max(0, at - AROUND)
+    text: str = tokenizer.decode(ids[first : at + 1])[len(tokenizer.decode(ids[first:at])) :]
+    if text and UNFINISHED not in text:
+        return text
+    # a fresh model may have more rows than its tokenizer has tokens
+    return tokenizer.convert_ids_to_tokens(ids[at]) or f"<{ids[at]}>"
 
 
 def _sampled_ids(config: RunConfig, plan: Plan, step: int) -> dict[tuple[int, int], list[int]]:
@@ -321,38 +338,48 @@ def _sampled_ids(config: RunConfig, plan: Plan, step: int) -> dict[tuple[int, in
     return found
 
 
+# Figures of a step in the order of their weight for a reader; the others follow by name.
+FIRST = ("loss", "grad_norm", "reward/mean", "mismatch/ess", "mismatch/kl_k3", "staleness/mean")
+
+
 def _print(step: int, found: Mapping[str, Any]) -> None:
-    console = Console()
-    changed = "cosine" in found
-    table = Table("figure", "run", "again", *(["changed"] if changed else []), title=f"step {step}")
-    for name, figures in found["figures"].items():
-        cells = [figures.get(column) for column in ("run", "again", "changed")[: 2 + changed]]
-        table.add_row(name, *("-" if cell is None else f"{cell:.6g}" for cell in cells))
-    console.print(table)
-    compared = sum(f["run"] is not None for f in found["figures"].values())
+    """Print the finding, then the tokens that it came from, then every figure."""
+    console = wide_console()
+    changed, figures = "cosine" in found, found["figures"]
+    compared = sum(f["run"] is not None for f in figures.values())
+    said = f"step {step}: all {compared} figures are equal to the bit"
     if found["differing"]:
         names = ", ".join(found["differing"])
-        console.print(f"{len(found['differing'])} of {compared} figures differ: {names}")
-    else:
-        console.print(f"all {compared} figures are equal to the bit")
+        said = f"step {step}: {len(found['differing'])} of {compared} figures differ: {names}"
+    console.print(said, soft_wrap=True)
     if changed:
-        cosine = found["cosine"]
-        words = "-" if cosine is None else f"{cosine:.4f}"
-        console.print(f"cosine of the gradients by log-probs, executed and changed: {words}")
-        of = found["gradient"]
-        words = f"{of['cosine']:.4f}" if "cosine" in of else "-"
-        console.print(
-            f"cosine of the parameters' gradients: {words}; their norms: "
-            f"{of['executed_norm']:.6g} and {of['norm']:.6g}"
-        )
+        _print_change(console, found)
     if found["tokens"]:
         _print_tokens(console, found["tokens"])
+    table = Table("figure", "run", "again", *(["changed"] if changed else []))
+    weight = [*FIRST, *found["differing"]]
+    for name in sorted(figures, key=lambda n: (weight.index(n) if n in weight else len(weight), n)):
+        cells = [figures[name].get(column) for column in ("run", "again", "changed")[: 2 + changed]]
+        table.add_row(name, *("-" if cell is None else f"{cell:.6g}" for cell in cells))
+    console.print(table)
+
+
+def _print_change(console: Console, found: Mapping[str, Any]) -> None:
+    cosine, of = found["cosine"], found["gradient"]
+    words = "-" if cosine is None else f"{cosine:.4f}"
+    console.print(f"cosine of the gradients by log-probs, executed and changed: {words}")
+    words = f"{of['cosine']:.4f}" if "cosine" in of else "-"
+    norms = f"{of['executed_norm']:.6g} and {of['norm']:.6g}"
+    console.print(f"cosine of the parameters' gradients: {words}; their norms: {norms}")
 
 
 def _print_tokens(console: Console, tokens: Sequence[Mapping[str, Any]]) -> None:
     table = Table("share", "slope", "weight", "advantage", "sample", "text", title="largest slopes")
     for t in tokens:
-        text = f"{t['before'][-40:]!r} [bold]{t['text']!r}[/bold] {t['after'][:40]!r}"
+        before, token, after = (
+            escape(repr(text)) for text in (t["before"][-40:], t["text"], t["after"][:40])
+        )
+        text = f"{before} [bold]{token}[/bold] {after}"
         table.add_row(
             f"{t['share']:.1%}",
             *(f"{t[name]:.3g}" for name in ("slope", "weight", "advantage")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import threading
 import time
@@ -216,6 +217,7 @@ def train(
             health=health_of(config),
             guard=owner.require,
         ) as logger:
+            logger.reference = prepared.reference
             reporter, scale = RunReporter(logger), ScaleRequests(owner.folder)
             stop = stop or StopSignals()
             run = RunContext(config, prepared, logger, reporter, scale, stop, owner)
@@ -228,12 +230,25 @@ def train(
                     reporter.note(news)
             try:
                 progress = _recovering(run)
-                logger.finish({"steps": progress.step, "seconds": progress.seconds})
+                summary = {"steps": progress.step, "seconds": progress.seconds}
+                logger.finish({**summary, **_stopped(config, progress.step)})
             finally:
                 # Also after a failure, whose cause the report helps to find.
                 if config.logging.report and (owner.folder / "metrics.jsonl").exists():
                     _report(run)
     return STOPPED if progress.step < config.schedule.steps else 0
+
+
+def _stopped(config: RunConfig, step: int) -> dict[str, str]:
+    """The line of a run that ended early, with the command that goes on."""
+    steps = config.schedule.steps
+    if step >= steps:
+        return {}
+    words = f"run_dir={shlex.quote(config.run_dir)} resume=auto"
+    return {
+        "stopped": f"Stopped after step {step} of {steps}, with a checkpoint; it goes on with: "
+        f"rlcore train {words}"
+    }
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rlcore.buffer.admission import StalenessBound
 from rlcore.config.schema import RunConfig
-from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.console import LOGGED, ConsoleSink, wide_console
 from rlcore.metrics.digest import duration
 from rlcore.metrics.health import Health
 from rlcore.metrics.log import NAME, read_log, shown
@@ -36,7 +36,7 @@ def watch(
     Waits for as long as the run takes; Ctrl-C ends the display and not the run. Returns 1 if the
     run has failed, else 0. Raises UserError if metrics.jsonl is damaged.
     """
-    view = View(config, console or Console(), live=not once)
+    view = View(config, console or wide_console(LOGGED), live=not once)
     try:
         ended = view.update()
         if once:

@@ -124,7 +124,7 @@ def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
 
 def _actor(actor: ActorSection) -> ActorSection:
     update: dict[str, Any] = {
-        "draft_path": _path(actor.draft_path),
+        "draft_path": _model(actor.draft_path),
         "engine": _code(actor.engine),
     }
     own = actor.correction and _corrections(actor.correction)
@@ -168,7 +168,7 @@ def _task(task: AnyTask) -> AnyTask:
 def _reward(reward: RewardSpec) -> RewardSpec:
     classifier, own = reward.classifier, reward.own
     if classifier is not None:
-        classifier = classifier.model_copy(update={"path": os.path.abspath(classifier.path)})
+        classifier = classifier.model_copy(update={"path": _model(classifier.path)})
     if own is not None:
         own = own.model_copy(update={"name": _code(own.name)})
     return reward.model_copy(update={"classifier": classifier, "own": own})

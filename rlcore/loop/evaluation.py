@@ -58,6 +58,8 @@ class Evaluator:
         self._scorer = scorer
         self._on_samples = on_samples
         self._pending: _PendingEvaluation | None = None
+        # called with the answers that are judged, and those of the whole evaluation
+        self.progress: Callable[[int, int], None] = lambda done, total: None
 
     def wants(self, step: int, last_step: int) -> bool:
         """Return whether version `step` is to be evaluated."""
@@ -144,6 +146,8 @@ class Evaluator:
         if purpose in pending.verdicts:
             return True
         done = await self._scorer.evaluation_progress(purpose)
+        earlier = sum(map(len, pending.verdicts.values()))
+        self.progress(earlier + done, sum(pending.expected.values()))
         if done >= expected:
             verdicts = await self._scorer.evaluation(purpose)
             if len(verdicts) >= expected:

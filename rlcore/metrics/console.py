@@ -3,6 +3,8 @@ completions."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,11 +29,22 @@ from rlcore.metrics.digest import (
     evaluations,
     number,
 )
-from rlcore.metrics.rows import Row
+from rlcore.metrics.rows import Row, run_rows
 from rlcore.metrics.sinks import Decoded, Sink
 
 COMPLETIONS = 4
+PIPED = 10_000  # columns of a table's line where the output is no terminal
+LOGGED = 160  # and of the boxes of a run's end
 LINE, BETWEEN = 120, "  "  # characters of a step's line, and what is between its parts
+
+
+def wide_console(columns: int = PIPED) -> Console:
+    """A console for tables. A pipe or a file has no width of its own, and rich's 80 columns would
+    break words: lines have up to `columns` there, unless COLUMNS says otherwise."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = columns
+    return console
 
 
 class ConsoleSink(Sink):
@@ -43,7 +56,7 @@ class ConsoleSink(Sink):
     def __init__(
         self, *, run_dir: Path, total_steps: int, live: bool, console: Console | None = None
     ) -> None:
-        self.console = console or Console()
+        self.console = console or wide_console(LOGGED)
         self.run_dir = run_dir
         self.total_steps = total_steps
         self.digest = Digest()
@@ -69,6 +82,17 @@ class ConsoleSink(Sink):
             self.digest.add(row)
         # The run's age is that of its rows, not of this console.
         self.started = time.monotonic() - ((self.digest.row or {}).get("time/total_s") or 0.0)
+
+    def resume_at(self, step: int) -> None:
+        """Begin with what the run's folder holds, so that "first" and "before" are the run's."""
+        self.digest, self.answers = Digest(), {}
+        for row in run_rows(self.run_dir):
+            if (row["step"] or 0) <= step:
+                self.digest.add(row)
+        for file in sorted((self.run_dir / "samples").glob("eval_*_*.jsonl")):
+            if int(file.stem.split("_")[1]) <= step:
+                lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+                self.samples(file.stem, [json.loads(line) for line in lines])
 
     def show(self) -> None:
         """Update the live table, or print the line of the newest step."""
@@ -98,10 +122,13 @@ class ConsoleSink(Sink):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.close()  # the live table would be drawn over the summary
-        facts = {name: value for name, value in summary.items() if name != "verdict"}
+        said = ("verdict", "stopped")
+        facts = {name: value for name, value in summary.items() if name not in said}
         self.console.print(self.summary(facts))
         if verdict := summary.get("verdict"):
             self.console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+        if stopped := summary.get("stopped"):
+            self.console.print(stopped, markup=False, highlight=False, soft_wrap=True)
         for shown in self._completions()[:COMPLETIONS]:
             self.console.print(shown)
 
@@ -204,7 +231,10 @@ def completion(sample: Decoded) -> RenderableType:
     """One decoded trajectory."""
     prompt, response = (escape(str(sample.get(part, ""))) for part in ("prompt", "response"))
     title = escape(f"{sample.get('prompt_id', '')}  {_judged(sample)}")
-    return Panel(f"[dim]{prompt}[/dim]{response}", title=title, title_align="left", expand=False)
+    reference = _reference(sample)
+    text = f"[dim]{prompt}[/dim]{response}"
+    text += f"\n[dim]reference  {escape(reference)}[/dim]" if reference else ""
+    return Panel(text, title=title, title_align="left", expand=False)
 
 
 def comparison(before: Decoded, after: Decoded) -> RenderableType:
@@ -212,9 +242,17 @@ def comparison(before: Decoded, after: Decoded) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, sample in (("before", before), ("after", after)):
         table.add_row(f"[dim]{name}", escape(str(sample.get("response", ""))), _judged(sample))
+    if reference := _reference(after):
+        table.add_row("[dim]reference", escape(reference), "")
     prompt = f"[dim]{escape(str(after.get('prompt', '')))}[/dim]"
     title = escape(f"{after.get('prompt_id', '')}  {change(before, after)}")
     return Panel(Group(prompt, table), title=title, title_align="left", expand=False)
+
+
+def _reference(sample: Decoded) -> str:
+    """The reference answer, or its last line where it is long, as that of a worked solution."""
+    text = str(sample.get("reference") or "").strip()
+    return text if len(text) <= LINE else text.splitlines()[-1][-LINE:]
 
 
 def _judged(sample: Decoded) -> str:

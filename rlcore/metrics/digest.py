@@ -310,10 +310,16 @@ def _key(record: Record) -> tuple[Any, Any]:
     return record.get("prompt_id"), record.get("sample", 0)
 
 
+def _right(record: Record) -> bool | None:
+    """Return whether an answer is right, as an accuracy counts it; None: it has no verdict."""
+    value = record.get("correct", record.get("reward"))
+    return None if value is None else value >= 1 - 1e-6
+
+
 def change(before: Record, after: Record) -> str:
-    """The change, one of `CHANGES`: by reward where both answers have one, else by the text
-    alone."""
-    was, now = before.get("reward"), after.get("reward")
+    """The change, one of `CHANGES`: by the verdict where both answers have one, else by the text
+    alone. A part of the reward makes no answer right."""
+    was, now = _right(before), _right(after)
     if was is not None and now is not None and was != now:
-        return RIGHT if now > was else WRONG
+        return RIGHT if now else WRONG
     return SAME if before.get("response") == after.get("response") else OTHER

@@ -112,6 +112,7 @@ class RunHealth(Sink):
         self._short.resume(rows)
 
 
+REFERENCE = 4000  # characters of a reference answer that samples are shown with
 RETRY_S = 60.0  # between two tries of a sink that has failed
 
 
@@ -133,6 +134,8 @@ class MetricsLogger:
     ) -> None:
         """`health`: judges each row; None: nobody does. `full`: False keeps the columns of
         details.jsonl from every sink."""
+        # the reference answer of a prompt id, "" where there is none; samples are shown with it
+        self.reference: Callable[[str], str] = lambda prompt_id: ""
         self._full = full
         self.sinks = list(sinks)
         self._health = health
@@ -173,8 +176,10 @@ class MetricsLogger:
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
         """Decoded trajectories (prompt, response, reward, status, versions, ...) under
-        samples/NAME.jsonl."""
-        self._each(lambda sink: sink.samples(name, decoded))
+        samples/NAME.jsonl, each with its "reference" answer, if there is one."""
+        found = [(one, self.reference(str(one.get("prompt_id", "")))) for one in decoded]
+        shown = [{**one, "reference": text[:REFERENCE]} if text else one for one, text in found]
+        self._each(lambda sink: sink.samples(name, shown))
 
     def note(self, text: str) -> None:
         """One line about what is happening."""

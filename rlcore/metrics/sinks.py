@@ -201,7 +201,16 @@ class Calls:
 
 
 # Of the tables of samples in W&B.
-TABLE_COLUMNS = ("source", "prompt", "response", "reward", "finish_reason", "actor", "score_status")
+TABLE_COLUMNS = (
+    "source",
+    "prompt",
+    "response",
+    "reference",
+    "reward",
+    "finish_reason",
+    "actor",
+    "score_status",
+)
 TABLE_ROWS = 64
 TABLE_CHARS = 4000  # of a text
 

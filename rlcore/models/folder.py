@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.errors import UserError
+from rlcore.files import not_here
 from rlcore.registry import load_object
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str,
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{key}={model_path} holds no config.json: give a local Hugging Face model folder."
+            f"{key}={model_path} holds no config.json: give a local Hugging Face model folder; "
+            f"{not_here(str(model_path), 'model')}."
         )
     try:
         config = dict(json.loads(path.read_text()))

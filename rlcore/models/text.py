@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlcore.errors import UserError
+from rlcore.files import not_here
 from rlcore.models.specs import TemplateSpec
 from rlcore.reasons import message_of
 from rlcore.types import Message
@@ -24,8 +25,8 @@ def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTo
     """The tokenizer of a local model folder. Raises UserError, naming `key`, if there is none."""
     if not Path(path).is_dir():
         raise UserError(
-            f"{key}={path} is not a folder: give a local Hugging Face model folder, or OWNER/NAME "
-            "of a model in the local cache (hf download OWNER/NAME puts it there)."
+            f"{key}={path} is not a folder: give a local Hugging Face model folder; "
+            f"{not_here(str(path), 'model')}."
         )
     try:
         if _is_of_fresh_model(Path(path)):

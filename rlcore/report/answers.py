@@ -31,6 +31,7 @@ def _changes(run: Run, answers: Evaluated, several: bool, budget: int) -> dict[s
             "prompt_id": str(after.get("prompt_id", "")),
             "prompt": _cut(str(after.get("prompt") or "")),
             "change": kind,
+            "reference": _cut(str(after.get("reference") or "")),
             "before": _answer(before),
             "after": _answer(after),
         }
@@ -62,6 +63,7 @@ SHOWN = (
     "sample",
     "prompt",
     "response",
+    "reference",
     "turns",
     "reward",
     "advantage",

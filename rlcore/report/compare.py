@@ -18,6 +18,7 @@ from rlcore.commands.owner import own
 from rlcore.commands.watch import health_of
 from rlcore.config.compose import load, recorded
 from rlcore.errors import UserError
+from rlcore.metrics.console import wide_console
 from rlcore.metrics.digest import Digest, Figure, number
 from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.intervals import (
@@ -114,7 +115,7 @@ def compare(
     if as_json:
         print(json.dumps(_plain(arms, changed, compared, warnings), indent=1))
         return 0
-    console = console or Console()
+    console = console or wide_console()
     console.print(_settings(_names(*arms), changed))
     console.print()
     console.print(_metrics(arms, compared, ci))

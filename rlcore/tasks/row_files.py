@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from rlcore.files import hub_folders, prepared_set
+from rlcore.files import hub_folders, not_here, prepared_set
 from rlcore.tasks.arguments import ArgumentError
 
 Row = dict[str, Any]
@@ -115,7 +115,8 @@ def rows(
             path,
             f"is not accepted: give a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file (the first "
             "three may end in .gz), a folder, a pattern or a list of such files, a folder that a "
-            f"Hugging Face data set was saved to, or {CACHED}OWNER/NAME of one in the local cache.",
+            "Hugging Face data set was saved to, or OWNER/NAME of one in the local cache; "
+            f"{not_here(str(path), 'dataset')}.",
         )
     if not file.is_file():
         raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")
@@ -522,8 +523,8 @@ def _cached(argument: str, given: str, split: str | None) -> list[Path]:
     raise ArgumentError(
         argument,
         given,
-        f"is not in the local cache (looked in {prepared} and {hub}): download it first, or give a "
-        "file.",
+        f"is not in the local cache (looked in {prepared} and {hub}): rlcore fetch {owner}/{name} "
+        "kind=dataset brings it, or give a file.",
     )
 
 

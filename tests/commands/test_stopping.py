@@ -86,6 +86,7 @@ def _stopped_with_a_checkpoint(run, run_dir, family):
     """Exit code and checkpoint of a run that was asked to stop, and nothing left of it."""
     assert run.wait() == 130, run.text[-3000:]
     assert "finishing the current step" in run.text
+    assert f"goes on with: rlcore train run_dir={run_dir} resume=auto" in run.text
     done = len(rows(run_dir))
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == [f"step_{done:06d}"]
     assert not left_over(family)

@@ -125,7 +125,7 @@ REFUSED = [
         [PAIR, "task.digits.weight=0", "task.arithmetic.weight=0"],
         ["task.digits.weight=0 task.arithmetic.weight=0", "above 0"],
     ),
-    (["task=[digits,gsm8k]"], ["task.gsm8k.args.train_path"]),
+    (["task=[digits,file]"], ["task.file.args.grader"]),
     (["+task.long={name: digits}"], ["task.long"]),
     (["task.weight=2"], ["task.weight=2"]),
     (["task=[digits]", "schedule.sampling=by_task"], ["schedule.sampling=by_task", "task=[a,b]"]),

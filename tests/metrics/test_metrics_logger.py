@@ -19,11 +19,11 @@ from timing import deadline
 
 from rlcore.errors import OwnershipLost, StageError, UserError
 from rlcore.metrics.console import ConsoleSink
-from rlcore.metrics.digest import duration, number
+from rlcore.metrics.digest import change, duration, number
 from rlcore.metrics.log import LogSink, read_log
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize
-from rlcore.metrics.sinks import Sink, wandb_mode
+from rlcore.metrics.sinks import TABLE_COLUMNS, SamplesSink, Sink, table_rows, wandb_mode
 from rlcore.metrics.specs import LoggingSpec
 
 ROW = {
@@ -80,7 +80,7 @@ def test_a_run_and_its_continuation(tmp_path):
 
 CALLS = {
     "log": lambda logger: logger.log({"step": 1}),
-    "samples": lambda logger: logger.samples("step_000001", SAMPLE),
+    "samples": lambda logger: logger.samples("step_000001", [SAMPLE]),
     "note": lambda logger: logger.note("a note"),
     "activity": lambda logger: logger.activity("rollout", "a batch", 1),
     "fleet": lambda logger: logger.fleet([]),
@@ -563,6 +563,55 @@ def test_four_boxes_of_answers_show_the_changed_ones(tmp_path):
     sink.finish({})
     shown = re.findall(r"heldout/(\d)  ([a-z ]+[a-z])", out.getvalue())
     assert shown == [(str(i), "other answer") for i in (2, 4, 6, 7)]
+
+
+def test_the_reference_stands_with_an_answer_in_files_boxes_and_tables(tmp_path):
+    asked = {"digits/heldout/1": "worked out\n#### 23", "digits/heldout/2": ""}
+    sink, out = console_sink(tmp_path, terminal=True)
+    logger = MetricsLogger([SamplesSink(tmp_path), sink])
+    logger.reference = asked.__getitem__
+    for version in (0, 8):
+        verdicts = [{**SAMPLE, "prompt_id": name, "response": str(version)} for name in asked]
+        logger.samples(f"eval_{version:06d}_digits_greedy", verdicts)
+    lines = (tmp_path / "samples" / "eval_000008_digits_greedy.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("reference") for line in lines] == ["worked out\n#### 23", None]
+    sink.finish({})
+    assert out.getvalue().count("mreference") == 1 and "#### 23" in out.getvalue()
+    (first, second) = table_rows("x", [{"reference": "23"}, {}])
+    at = TABLE_COLUMNS.index("reference")
+    assert (first[at], second[at]) == ("23", None)
+
+
+def test_after_a_resume_first_and_before_are_the_run_s(tmp_path):
+    with open_plain(tmp_path) as logger:
+        logger.resume_at(0)
+        for step, reward in ((1, 0.125), (2, 0.25), (3, 0.375)):
+            logger.log(row(step, **{"reward/mean": reward, "eval/a/greedy": reward}))
+        logger.samples("eval_000000_a_greedy", [{**SAMPLE, "response": "begun"}])
+    sink, out = console_sink(tmp_path, terminal=False)
+    sink.resume_at(2)
+    sink.log(sanitize(row(3, **{"reward/mean": 0.5, "eval/a/greedy": 0.5})))
+    sink.samples("eval_000003_a_greedy", [{**SAMPLE, "response": "ended"}])
+    sink.finish({"steps": 3, "stopped": "Stopped after step 3 of 4: rlcore train resume=auto"})
+    lines = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines()]
+    assert ["eval a/greedy", "0.125", "0.5"] in lines
+    assert "begun" in out.getvalue() and "ended" in out.getvalue()
+    assert "Stopped after step 3 of 4: rlcore train resume=auto" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ({"reward": 0.0}, {"reward": 1.0}, "turned right"),
+        ({"reward": 0.1}, {"reward": 0.4}, "other answer"),
+        ({"reward": 1.0}, {"reward": 0.4}, "turned wrong"),
+        ({"reward": 0.1, "correct": 0.0}, {"reward": 0.5, "correct": 1.0}, "turned right"),
+        ({"reward": 2.0, "correct": 0.0}, {"reward": 3.0, "correct": 0.0}, "other answer"),
+        ({"reward": None, "correct": None}, {"reward": 1.0}, "other answer"),
+    ],
+)
+def test_only_a_right_answer_turns_right(before, after, kind):
+    assert change({**before, "response": "a"}, {**after, "response": "b"}) == kind
 
 
 @pytest.mark.parametrize("reward, shown", [(0.5, True), (0.25, False)])

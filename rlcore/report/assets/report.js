@@ -28,11 +28,14 @@ function side(when, version, answer) {
   return el('div', { className: 'side' }, head, el('div', { className: 'text' }, answer.text || '(empty)'));
 }
 
+// The answer that the grader compares with, where the problem has one.
+const referenceOf = (item) => item.reference ? [el('div', { className: 'reference' }, el('span', { className: 'soft' }, 'reference '), item.reference)] : [];
+
 function pairCard(set, item) {
   const mark = el('span', { className: `mark ${item.change.split(' ').pop()}` }, item.change);
   const head = el('header', {}, mark, el('span', { className: 'soft' }, item.prompt_id));
   const both = el('div', { className: 'both' }, side('before', set.from, item.before), side('after', set.to, item.after));
-  return el('article', { className: 'pair' }, head, el('div', { className: 'observed text' }, item.prompt), both);
+  return el('article', { className: 'pair' }, head, el('div', { className: 'observed text' }, item.prompt), both, ...referenceOf(item));
 }
 
 function showPairs() {
@@ -146,7 +149,7 @@ function card(sample) {
   const head = el('header', {}, el('b', {}, rewardOf(sample)));
   head.append(...[sample.prompt_id, sample.source].filter(Boolean).map((t) => el('span', { className: 'soft' }, t)), ...facts(sample));
   const prompt = sample.prompt ? [el('div', { className: 'observed text' }, sample.prompt)] : [];
-  return el('article', { className: 'sample' }, head, ...prompt, ...answer(sample));
+  return el('article', { className: 'sample' }, head, ...prompt, ...answer(sample), ...referenceOf(sample));
 }
 
 // A bar to the right of the middle for an advantage above 0, to its left for one below.
@@ -169,7 +172,7 @@ function groupCard(group) {
     return el('li', {}, line, ...answer(sample));
   });
   const prompt = first.prompt ? [el('div', { className: 'observed text' }, first.prompt)] : [];
-  return el('article', { className: 'sample group' }, head, ...prompt, el('ol', {}, ...rows));
+  return el('article', { className: 'sample group' }, head, ...prompt, ...referenceOf(first), el('ol', {}, ...rows));
 }
 
 function groupsOf(found) {
