@@ -8,11 +8,12 @@ import sys
 import time
 from itertools import pairwise
 
-import changes
 import pytest
 import tiers
 from structure import ROOT
 from timing import deadline
+
+import changes
 
 SUITE = {
     "test_a.py": "def test_one(): pass\ndef test_two(): pass\n",

@@ -26,7 +26,7 @@ def with_an_actor(self: Any, inputs: Any) -> Any:
 
 
 GRPOTrainer._generate_and_score_completions = with_an_actor
-from block import AisTrainer  # noqa: E402
+from block import CorrectedTrainer  # noqa: E402
 from writing import WritingTrainer  # noqa: E402
 
 
@@ -67,13 +67,13 @@ def train(trainer_class: type[GRPOTrainer]) -> tuple[torch.Tensor, Any]:
 
 
 def signals(trainer: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.signals.items()}
+    return {name: float(value) for name, value in trainer.found.items()}
 
 
 theirs, _ = train(GRPOTrainer)
-matched, first = train(AisTrainer)
+matched, first = train(CorrectedTrainer)
 noise = 0.3
-mismatched, second = train(AisTrainer)
+mismatched, second = train(CorrectedTrainer)
 train(WritingTrainer)
 result = {
     "matched": signals(first),
