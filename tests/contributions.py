@@ -1,6 +1,6 @@
 """Ten contributions, tried in copies of the checkout with one piece of each forgotten at a time.
 
-    python tests/contributions.py    the table of docs/CONTRIBUTING.md: what names a forgotten piece
+    python tests/contributions.py    the table of tests/contributions.md: what names each piece
 
 It ends with an AssertionError where the test that is meant to name a piece does not.
 """
@@ -406,7 +406,7 @@ def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, Piece]]:
 
 
 def line(name: str, piece: Piece) -> str:
-    """The row of the table in docs/CONTRIBUTING.md that says which test names a forgotten piece."""
+    """The row of tests/contributions.md that says which test names a forgotten piece."""
     file = re.sub(r"\bmine\.", "NAME.", piece.file)
     place, _, test = piece.test.removeprefix("tests/").partition("::")
     return f"| {name} | {piece.what} | `{file}` | `{place}`: {test} |"

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import prose
+
 COLUMNS = 100
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "tests" / "structure.json"
@@ -330,6 +332,8 @@ def warnings() -> Iterator[str]:
         flowing = re.sub(r"\s+(?:# +)?", " ", text.lower())  # a phrase may span two lines
         for words in phrase.findall(flowing):
             yield f"{path.relative_to(ROOT)} says {words!r}"
+    for path in prose.finished():
+        yield from (f"{path.relative_to(ROOT)}: {found}" for found in prose.of_file(path))
     for path in sorted((ROOT / "docs" / "corrections").glob("*.md")):
         given = re.findall(r"^## (.*)", path.read_text(), re.MULTILINE)
         if path.stem != "index" and [name for name in given if name in SECTIONS] != [*SECTIONS]:

@@ -97,7 +97,7 @@ def test_every_forgotten_piece_of_ten_contributions_is_named():
 
 
 def test_the_table_of_forgotten_pieces_is_the_one_that_is_tried():
-    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "tests" / "contributions.md").read_text()
     after = page.partition("| contribution | forgotten piece |")[2]
     table = after.partition("\n\n")[0].splitlines()[2:]  # below the heading and its rule
     assert table == [contributions.line(*named) for named in contributions.pieces_named()]

@@ -1,0 +1,100 @@
+"""Turns of phrase that an English reader has to decode, and long sentences: warnings, not failures.
+
+    python tests/prose.py [FILE ...]     all warnings, of pages or of docstrings and messages
+
+Without files: a count for each page, docstrings and messages together. `make lint` prints those of
+the README and the tutorials, which have none; `tests/test_prose.py` holds that.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = 30  # of a sentence
+# pattern -> what to write instead
+PHRASES = {
+    r"^(?:Of|By|From) [^.,:]{1,60}, (?!and |or )": "name the subject first",
+    r"\bthose of\b": "repeat the noun",
+    r"\bthat of\b(?! course)": "repeat the noun",
+    r"\bis no (?!longer|more|less|point|other|one\b)": "is not a",
+    r"\bare no (?!longer|more|less|other)": "are not",
+    r"\bof (?:its|their|one's) own\b": "its own, another",
+    r"\bof your own\b": "your own",
+    r"\bbeside\b": "with, next to",
+    r"\bthe same of\b": "the same for",
+    r"\b(?:a|your|the) words? of (?:the|a) (?:command|run)\b": "arguments",
+    r"\bthat waits?\b": "idle, waiting",
+    r"\balike\b": "in the same way",
+}
+FOUND = {re.compile(pattern, re.MULTILINE): instead for pattern, instead in PHRASES.items()}
+
+
+def plain(markdown: str) -> str:
+    """The sentences of a page: no code, tables, headings, links' addresses or comments."""
+    text = re.sub(r"^```.*?^```$", "\n", markdown, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^(?:\||#|    ).*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\*\*|`", "", text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences of paragraphs and of items of a list."""
+    for paragraph in re.split(r"\n\s*\n|^ *(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
+        flowing = " ".join(paragraph.split())
+        yield from (s for s in re.split(r"(?<=[.!?]) ", flowing) if s)
+
+
+def warnings(text: str) -> Iterator[str]:
+    """What to mend in plain text, each with its sentence's beginning."""
+    for sentence in sentences(text):
+        for pattern, instead in FOUND.items():
+            for found in pattern.findall(sentence):
+                yield f"{found!r} ({instead}): {sentence[:70]}"
+        count = len(sentence.split())
+        if count > WORDS:
+            yield f"{count} words: {sentence[:70]}"
+
+
+def texts(source: str) -> Iterator[str]:
+    """Docstrings, and string constants of at least four words, of Python source."""
+    for node in ast.walk(ast.parse(source)):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and len(value.split()) >= 4:
+            yield value
+
+
+def of_file(path: Path) -> list[str]:
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return list(warnings(plain(source)))
+    return [warning for text in texts(source) for warning in warnings(text)]
+
+
+def finished() -> list[Path]:
+    """The pages that have no warning, and keep none."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+
+
+def main() -> None:
+    files = [Path(word) for word in sys.argv[1:]]
+    for path in files:
+        for warning in of_file(path):
+            print(f"warning: {path}: {warning}")
+    if files:
+        return
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    counts = {p.relative_to(ROOT): len(of_file(p)) for p in (ROOT / "README.md", *pages)}
+    counts[Path("rlcore")] = sum(len(of_file(p)) for p in (ROOT / "rlcore").rglob("*.py"))
+    for name, count in sorted(counts.items(), key=lambda item: -item[1]):
+        print(f"{count:5} {name}")
+    print(f"{sum(counts.values()):5} in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The check of prose finds what it names; the pages that a reader sees first have none of it."""
+
+import prose
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [
+        ("It is no table.", "'is no '"),
+        ("Use those of the actor.", "'those of'"),
+        ("It runs beside the learner.", "'beside'"),
+        ("A folder of its own is made.", "'of its own'"),
+        ("It is fast. Of two such runs, one ends.", "'Of two such runs, '"),
+        ("word " * 31, "31 words"),
+    ],
+)
+def test_a_phrase_is_found(text, begins):
+    (found,) = prose.warnings(text)
+    assert found.startswith(begins)
+
+
+def test_plain_sentences_code_and_tables_are_left_alone():
+    page = (
+        "# Beside\n\n| beside | x |\n\n```bash\nbeside\n```\n\nIt is no longer here. All is well.\n"
+    )
+    assert list(prose.warnings(prose.plain(page))) == []
+
+
+def test_docstrings_and_messages_are_read():
+    source = 'def f():\n    """It runs beside it."""\n    raise ValueError("is no such key here")\n'
+    found = [w for text in prose.texts(source) for w in prose.warnings(text)]
+    assert [w.split(" (")[0] for w in found] == ["'beside'", "'is no '"]
+
+
+@pytest.mark.parametrize("page", prose.finished(), ids=lambda p: p.stem)
+def test_the_first_pages_have_no_warning(page):
+    assert prose.of_file(page) == []
