@@ -45,6 +45,7 @@ nightly: venv  ## the tests marked nightly (all faults), documented commands (de
 	$(PY) tests/tiers.py nightly
 	$(MAKE) docs-commands
 	$(MAKE) models
+	$(MAKE) referee
 	$(MAKE) soak
 	$(MAKE) mutants
 
@@ -86,6 +87,9 @@ faults: venv  ## cause every fault for real, rewrite benchmarks/results/faults_c
 
 models: venv  ## prove every family of models or show its refusal, rewrite docs/models.md (half an hour)
 	nice $(PY) benchmarks/models.py --out docs/models.md
+
+referee: venv  ## judge the losses of released trainers, rewrite docs/referee.md (ten minutes)
+	nice $(PY) benchmarks/referee_peers.py --out docs/referee.md
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .venv-docs site .pytest_cache .mypy_cache .ruff_cache

@@ -8,6 +8,7 @@ Packages are installed from the registry into a folder of their own, at the vers
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import json
 import re
@@ -32,7 +33,11 @@ PACKAGES = {  # what each package imports that our environment lacks, too
         "tzdata==2026.6",
     ),
     "openrlhf": ("openrlhf==0.11.2",),
+    "skyrl": ("skyrl==0.3.0", "jaxtyping==0.3.3", "wadler-lindig==0.1.7"),
+    "areal": ("areal==1.0.4",),
 }
+# Losses that read the sampler's log-probs themselves: weights from outside do not apply.
+WEIGH = ("OpenRLHF", "SkyRL", "AReaL")
 # (world, weights) of the table's rows
 ROWS = (
     (World(), "none"),
@@ -88,11 +93,16 @@ def trl() -> dict[str, Any]:
     return found
 
 
+def bare(package: str, *names: str) -> None:
+    """Have packages without what they import as they are loaded, which is for GPUs."""
+    for name in names:
+        module = types.ModuleType(name)
+        module.__path__ = [str(folder_of(package).joinpath(*name.split(".")))]
+        sys.modules[name] = module
+
+
 def openrlhf() -> dict[str, Any]:
-    for name in ("openrlhf", "openrlhf.models"):  # without what they import for GPUs
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder_of("openrlhf").joinpath(*name.split(".")))]
-        sys.modules[name] = package
+    bare("openrlhf", "openrlhf", "openrlhf.models")
     from openrlhf.models.loss import PolicyLoss
 
     clipped = PolicyLoss(
@@ -101,7 +111,93 @@ def openrlhf() -> dict[str, Any]:
     return {"OpenRLHF": PolicyLoss(), "OpenRLHF, ratio clipped at 2": clipped}
 
 
-PEERS: dict[str, Callable[[], dict[str, Any]]] = {"verl": verl, "trl": trl, "openrlhf": openrlhf}
+def skyrl() -> dict[str, Any]:
+    inner = "skyrl.backends.skyrl_train"
+    bare("skyrl", "skyrl", "skyrl.backends", inner, f"{inner}.utils", "skyrl.train")
+    config = types.ModuleType("skyrl.train.config")
+    config.AlgorithmConfig = Any  # type: ignore[attr-defined]  # of annotations alone
+    sys.modules["skyrl.train.config"] = config
+    from skyrl.backends.skyrl_train.utils.ppo_utils import (
+        apply_loss_reduction_to_advantages_minibatch,
+        ppo_policy_loss,
+    )
+
+    def made(reduction: str, ratio: str | None) -> Callable[..., Any]:
+        off: dict[str, Any] = collections.defaultdict(lambda: None, tis_ratio_type=ratio)
+        off |= {"token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0}
+
+        class Off:
+            """Stands for OffPolicyCorrectionConfig, with its defaults."""
+
+            def __getattr__(self, name: str) -> Any:
+                return off[name]
+
+        settings = types.SimpleNamespace(
+            policy_loss_type="regular",
+            eps_clip_low=0.2,
+            eps_clip_high=0.2,
+            off_policy_correction=Off(),
+        )
+
+        def loss(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs):  # type: ignore[no-untyped-def]
+            """As SkyRL's trainer: the reduction is in the advantages."""
+            scaled = apply_loss_reduction_to_advantages_minibatch(
+                advantages, loss_mask, reduction, len(loss_mask), loss_mask.shape[1]
+            )
+            return ppo_policy_loss(
+                log_probs, old_log_probs, scaled, config, loss_mask, rollout_logprobs
+            )
+
+        return functools.partial(loss, config=settings)
+
+    return {
+        "SkyRL, token_mean": made("token_mean", None),
+        "SkyRL, seq_mean_token_sum_norm": made("seq_mean_token_sum_norm", None),
+        "SkyRL, seq_mean_token_sum_norm, sequence ratio": made(
+            "seq_mean_token_sum_norm", "sequence"
+        ),
+    }
+
+
+def areal() -> dict[str, Any]:
+    bare("areal", "areal", "areal.api", "areal.utils", "areal.utils.functional")
+    for name, object_ in (
+        ("areal.api.cli_args", "RejectionSamplingConfig"),  # of annotations alone
+        ("areal.utils.data", "KLEstimator"),  # of metrics that are not asked for
+    ):
+        module = types.ModuleType(name)
+        setattr(module, object_, Any)
+        sys.modules[name] = module
+    from areal.utils.functional.functional import ppo_actor_loss_fn
+
+    def made(clamp: bool) -> Callable[..., Any]:
+        bounds = types.SimpleNamespace(
+            level="token", action="clamp", metric="ratio", agg="mean", upper=2.0, lower=None
+        )
+
+        def loss(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs):  # type: ignore[no-untyped-def]
+            return ppo_actor_loss_fn(
+                log_probs,
+                old_log_probs,
+                rollout_log_probs,
+                advantages,
+                0.2,
+                action_mask.bool(),
+                rejection_sampling=bounds if clamp else None,
+            )
+
+        return loss
+
+    return {"AReaL": made(False), "AReaL, ratio clamped at 2": made(True)}
+
+
+PEERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "verl": verl,
+    "trl": trl,
+    "openrlhf": openrlhf,
+    "skyrl": skyrl,
+    "areal": areal,
+}
 
 
 def judged(package: str) -> dict[str, list[str]]:
@@ -112,7 +208,7 @@ def judged(package: str) -> dict[str, list[str]]:
         verdicts = {
             (world, kind): next(judge(loss, [world], [kind]))
             for world, kind in ROWS
-            if kind == "none" or not name.startswith("OpenRLHF")  # it weighs by itself
+            if kind == "none" or not name.startswith(WEIGH)
         }
         found[name] = [_cell(verdicts.get(row)) for row in ROWS]
     return found
