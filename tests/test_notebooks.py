@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "docs" / "notebooks").glob("*.ipynb"))
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
+DIAGNOSE = FOLDER / "diagnose.ipynb"  # trains nothing
+NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {DIAGNOSE})
 
 
 def cells(notebook):
@@ -38,6 +41,18 @@ def execute(notebook):
             exec(text, names)
 
     asyncio.run(loop())
+
+
+def test_the_notebook_on_samples_of_another_trainer_runs(monkeypatch, capsys):
+    monkeypatch.chdir(FOLDER)
+    found = [c for c in json.loads(DIAGNOSE.read_text())["cells"] if c["cell_type"] == "code"]
+    assert not any(c["outputs"] for c in found)
+    names = {}
+    for cell in found:
+        exec("".join(cell["source"]), names)
+    # every other token is 0.3 nats off
+    assert names["shown"]["kl_k3"] == pytest.approx(0.5 * (math.expm1(0.3) - 0.3), rel=0.3)
+    assert names["found"]._repr_html_() and "version" in capsys.readouterr().out
 
 
 @pytest.mark.slow
