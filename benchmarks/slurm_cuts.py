@@ -78,13 +78,14 @@ def cut(job: Job, seconds: float) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("seconds", type=float, nargs="*", default=[5, 30, 300])
-    parser.add_argument("--slurmd-timeout", type=int, default=300)
+    parser.add_argument("--slurmd-timeout", type=int, default=600)
     asked = parser.parse_args()
     if why := lacks():
         sys.exit(why)
     os.environ["RLC_SLURMD_TIMEOUT"] = str(asked.slurmd_timeout)
     with small_cluster() as cluster:
-        job = cluster.launch("cuts", *THREE, "checkpoint.every_s=60")
+        words = ("checkpoint.every_s=60", "cluster.hang_timeout_s=30")
+        job = cluster.launch("cuts", *THREE, *words)
         job.wait_rows(20, 900)
         for seconds in asked.seconds:
             print(json.dumps(cut(job, seconds)), flush=True)
