@@ -2,11 +2,12 @@
 
     python tests/run_documented.py [PAGE ...]      (make docs-commands)
 
-Each bash block has a tag. `accept` blocks are only checked by tests/test_readme.py: they need a
-GPU, a cluster, data of the reader or hours. `run` blocks also run here, one after the other, in one
-folder that has the files of their page (`NAME.py`, then a block of Python). A block that stands on
-two pages runs once. `make` works on this checkout; runs that `rlcore` starts are shortened to
-STEPS optimizer steps, runs that `make` starts are not.
+Each bash block has a tag. `accept` blocks are only checked by tests/test_readme.py and
+tests/test_documented_starts.py: they need a GPU, a cluster, data of the reader or hours. `run`
+blocks also run here, one after the other, in one folder that has the files of their page (a block
+of Python after `NAME.py`, or that begins with `# NAME.py`). A block that stands on two pages runs
+once. `make` works on this checkout; runs that `rlcore` starts are shortened to STEPS optimizer
+steps, runs that `make` starts are not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TAGS = ("run", "accept")
 BLOCK = re.compile(r"^```bash(?: (\w*))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-FILE = re.compile(r"`(\w+\.py)`, (?:(?!```).)*?```python\n(.*?)```", re.DOTALL)
+FILE = re.compile(r"`(\w+\.py)`[,:]\s(?:(?!```).)*?```python\n(.*?)```", re.DOTALL)
+# a paragraph that begins with the name, then the block
+BEGUN = re.compile(r"^`(\w+\.py)` (?:(?!\n\n).)*\n\n```python\n(.*?)```", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r"```python\n(# (\w+\.py)\n.*?)```", re.DOTALL)  # by its first line
 STEPS = 4
 BLOCK_S = 3 * 3600  # the longest is `make demo`, 10 to 22 minutes on two quiet cores
 PREAMBLE = f"""
@@ -69,7 +73,9 @@ def blocks(page: str) -> list[Block]:
 
 def files(page: str) -> dict[str, str]:
     """Files that a page has its reader write: name -> content."""
-    return dict(FILE.findall((ROOT / page).read_text()))
+    text = (ROOT / page).read_text()
+    found = dict(BEGUN.findall(text)) | dict(FILE.findall(text))
+    return found | {name: content for content, name in NAMED.findall(text)}
 
 
 def run(block: Block, folder: Path) -> int:

@@ -13,7 +13,7 @@ from rlcore.errors import Faults, UserError
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
-SMALL = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16)
+SMALL = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=32)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
-SMALL = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16)
+SMALL = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=32)
 
 
 class Hub:

@@ -318,7 +318,7 @@ def test_our_side_of_the_table_is_the_schema():
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_result_passes_a_dry_run(name, tmp_path, capsys):
-    small = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16)
+    small = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=32)
     build_fresh_model(tmp_path / "model", "0123456789+", small, seed=0, max_len=64)
     assert main(["import-config", name, "out=mine"]) == 3
     said = capsys.readouterr().out

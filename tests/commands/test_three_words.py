@@ -1,8 +1,11 @@
 """`rlcore train model=M data=D reward=R`: what three words stand for, and what is chosen."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+from timing import deadline
 
 import rlcore
 from rlcore import cli
@@ -18,7 +21,7 @@ from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.tasks import make_task
 
-SMALL = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16)
+SMALL = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=32)
 WORDS = ("model=model", "data=rows.jsonl", "reward=graders.py:grade")
 
 
@@ -230,6 +233,58 @@ def test_rows_callables_and_settings_of_python_become_words(tmp_path):
 def test_data_that_is_no_rows_is_refused(data, tmp_path):
     with pytest.raises(UserError, match="data= is not accepted"):
         Inputs(None, data, None).words(tmp_path / "run")
+
+
+SCRIPT = """
+import rlcore
+
+BOUND = 4
+
+
+def few(text):
+    return len(text) % BOUND
+
+
+def score(item, response):
+    return few(response) / BOUND + float(response.startswith(item.answer))
+
+
+class Seen(rlcore.Callback):
+    steps = []
+
+    def on_step(self, step, metrics):
+        self.steps.append(step)
+
+
+if __name__ == "__main__":
+    run = rlcore.train(
+        model="model",
+        data=[{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(100)],
+        reward=score,
+        run_dir="run",
+        callbacks=[Seen()],
+        overrides={"schedule": {"steps": 2}, "evaluation.prompts": 4, "logging.wandb": "disabled"},
+    )
+    assert [row["step"] for row in run.rows] == Seen.steps == [1, 2], run.rows
+    assert run.rows[0]["ledger/score_errors"] == 0 and run.rows[0]["reward/std"] > 0
+    assert "eval/file/sampled_reward" in run.evaluation, run.evaluation
+    assert run.config["task"]["args"]["heldout_share"] == 0.02
+    assert {sample["reference"] for sample in run.samples} <= {str(n) for n in range(101)}
+    assert "<svg" in run._repr_html_()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_rows_and_a_function_of_a_program_train_a_model(tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    words = [sys.executable, "mine.py"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(600)
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "32 trial answers" in done.stdout and "Too few steps to judge" in done.stdout
 
 
 def test_a_run_before_its_first_step_is_shown_by_its_folder(tmp_path):
