@@ -93,7 +93,7 @@ def _stopped_with_a_checkpoint(run, run_dir, family):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("wandb", [pytest.param("disabled", marks=pytest.mark.slow), "offline"])
+@pytest.mark.parametrize("wandb", ["disabled", pytest.param("offline", marks=pytest.mark.slow)])
 def test_coreutils_timeout_leaves_a_checkpoint(installed, small, tmp_path, wandb):
     """It signals its child and then its group, in which all of them are."""
     run_dir = tmp_path / "run"

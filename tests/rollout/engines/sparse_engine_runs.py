@@ -77,7 +77,7 @@ def engine(folder: Path, rule: SparseSpec | None) -> LLM:
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        num_gpu_blocks_override=6400 // page,  # too few for 24 requests: some are preempted
+        num_gpu_blocks_override=4800 // page,  # too few for 24 requests: some are preempted
         seed=7,
     )
     if rule is not None:
@@ -157,14 +157,14 @@ def main(folder: Path) -> None:
     runs = {}
     for name in ("dense", "covering", "covering_seen"):
         llm = engine(folder, RULES.get(name))
-        runs[name] = generate(llm, texts[:8], 120, lens)
+        runs[name] = generate(llm, texts[:6], 100, lens)
         del llm
         gc.collect()
     for name, new_tokens in (
-        ("small", 300),
-        ("share", 150),
-        ("dense_prompt", 300),
-        ("by_length", 300),
+        ("small", 160),
+        ("share", 100),
+        ("dense_prompt", 160),
+        ("by_length", 160),
     ):
         llm = engine(folder, RULES[name])
         rules = OWN if name == "by_length" else (None,)
@@ -172,7 +172,7 @@ def main(folder: Path) -> None:
         # one prompt goes on with part of its response as prompt, as after an aborted request
         longer = [s["prompt"] + s["tokens"][:90] for s in runs[name][:4]]
         runs[name + "_resubmitted"] = generate(llm, longer, 80, lens[:4], rules=rules)
-        runs[name + "_in_flight"] = generate(llm, texts, 150, lens, 70, later, rules)
+        runs[name + "_in_flight"] = generate(llm, texts, 100, lens, 50, later, rules)
         del llm
         gc.collect()
     (folder / "runs.json").write_text(json.dumps(runs))

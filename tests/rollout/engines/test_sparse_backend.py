@@ -122,7 +122,7 @@ def test_covering_budget_is_dense(runs, name):
 def test_actor_and_learner_agree_and_differ_from_dense(runs, models, name):
     samples = runs[name]
     assert len(samples) == 32 and {len(s["tokens"]) for s in samples} == {
-        150 if name == "share" else 300
+        100 if name == "share" else 160
     }
     assert_same(gaps(samples, learner_logp(models[0], samples, RULES[name])))
     dense = gaps(samples, learner_logp(models[0], samples, None))
