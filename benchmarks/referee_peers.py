@@ -139,7 +139,14 @@ def skyrl() -> dict[str, Any]:
             off_policy_correction=Off(),
         )
 
-        def loss(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs):  # type: ignore[no-untyped-def]
+        def loss(
+            log_probs: Any,
+            old_log_probs: Any,
+            advantages: Any,
+            config: Any,
+            loss_mask: Any,
+            rollout_logprobs: Any,
+        ) -> Any:
             """As SkyRL's trainer: the reduction is in the advantages."""
             scaled = apply_loss_reduction_to_advantages_minibatch(
                 advantages, loss_mask, reduction, len(loss_mask), loss_mask.shape[1]
@@ -175,7 +182,13 @@ def areal() -> dict[str, Any]:
             level="token", action="clamp", metric="ratio", agg="mean", upper=2.0, lower=None
         )
 
-        def loss(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs):  # type: ignore[no-untyped-def]
+        def loss(
+            log_probs: Any,
+            old_log_probs: Any,
+            advantages: Any,
+            action_mask: Any,
+            rollout_log_probs: Any,
+        ) -> Any:
             return ppo_actor_loss_fn(
                 log_probs,
                 old_log_probs,
