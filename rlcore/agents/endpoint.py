@@ -98,13 +98,13 @@ def _program(name: str) -> Callable[..., Any]:
     except LoadError as error:
         raise UserError(f"{KEY}={name} {error}") from error
     if not callable(program):
-        raise UserError(f"{KEY}={name} is not a function.")
+        raise UserError(f"{KEY}={name} is not a function: name one of the file.")
     for parameter in inspect.signature(program).parameters.values():
         variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not variable and parameter.default is parameter.empty and parameter.name not in GIVEN:
             raise UserError(
                 f"{KEY}={name} requires {parameter.name}, and a program is given "
-                f"{', '.join(GIVEN)}."
+                f"{', '.join(GIVEN)}: give the parameter a default."
             )
     run: Callable[..., Any] = program
     return run

@@ -124,7 +124,7 @@ def reward_functions(names: Any, class_name: str) -> dict[str, Callable[..., Any
         except LoadError as error:
             raise UserError(f"{key} {error}") from error
         if not inspect.isroutine(function):
-            raise UserError(f"{key} is not a function.")
+            raise UserError(f"{key} is not a function: name one of the file.")
         absent = required(function) & (set(ABSENT) - {"environments"})
         if absent:
             raise UserError(

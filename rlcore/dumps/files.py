@@ -149,4 +149,5 @@ def _parquet(path: Path) -> Numbered:
                     number += 1
                     yield number, fields
     except (OSError, ValueError) as e:  # pyarrow's errors are ValueErrors
-        raise UserError(f"{path} is no readable Parquet file: {str(e).splitlines()[0]}") from e
+        why = str(e).splitlines()[0].rstrip(".")
+        raise UserError(f"{path} is no readable Parquet file ({why}): write it again.") from e

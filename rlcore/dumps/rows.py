@@ -231,7 +231,10 @@ def write(path: str | Path, **columns: Any) -> int:
     sizes = {name: len(value) for name, value in lists.items()}
     if len(set(sizes.values())) != 1:
         told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"columns of {path} are of batches of unequal sizes: {told}.")
+        raise UserError(
+            f"columns of {path} are of batches of unequal sizes ({told}): give each a value "
+            "for every sample."
+        )
     with Path(path).open("a", encoding="utf-8") as file:
         for values in zip(*lists.values(), strict=True):
             file.write(json.dumps(dict(zip(lists, values))) + "\n")

@@ -78,6 +78,7 @@ def environment_maker(spec: EnvironmentSpec, task: Task) -> Callable[[], Environ
         raise
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"environment.args={spec.args} does not suit environment.name={spec.name}: {error}."
+            f"environment.args={spec.args} does not suit environment.name={spec.name} ({error}): "
+            "correct the arguments."
         ) from error
     return make

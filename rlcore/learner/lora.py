@@ -51,6 +51,12 @@ def _peft(spec: LoraSpec) -> LoraConfig:
     )
 
 
+def _linear(lm: nn.Module) -> list[str]:
+    """Last parts of the names of a model's linear layers, but for its head."""
+    names = (name for name, module in lm.named_modules() if isinstance(module, nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in names} - {"lm_head"})
+
+
 def add_adapters(lm: nn.Module, spec: LoraSpec, *, seed: int, key: str) -> None:
     """Freeze `lm` and put adapters on its linear layers named in `spec`, in place.
 
@@ -65,7 +71,8 @@ def add_adapters(lm: nn.Module, spec: LoraSpec, *, seed: int, key: str) -> None:
             inject_adapter_in_model(_peft(spec), lm)
         except ValueError as e:
             raise UserError(
-                f"{key}.targets={list(spec.targets)} names no linear layer of the model."
+                f"{key}.targets={list(spec.targets)} names no linear layer of the model: choose "
+                f"out of {', '.join(_linear(lm))}."
             ) from e
     if spec.publish == "adapter":
         return  # the engine computes what PEFT does

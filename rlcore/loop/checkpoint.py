@@ -297,7 +297,7 @@ def require(path: str) -> Path:
     if (folder / MANIFEST).is_file():
         problem = problem_with(folder)
         if problem:
-            raise UserError(f"checkpoint={path} cannot be used: {problem}.")
+            raise UserError(f"checkpoint={path} cannot be used: {problem}. Give another one.")
         return folder
     found = newest_valid(folder / "checkpoints", lambda _: None)
     if found is None:

@@ -184,7 +184,7 @@ class Fleet:
             if label not in pools:
                 raise UserError.choice("actor", label, pools, "the run has no such actors")
             if count < 0:
-                raise UserError(f"actor.{label}.count={count} is negative.")
+                raise UserError(f"actor.{label}.count={count} is negative: use 0 or more.")
         training = [label for label, pool in pools.items() if pool.purpose != "evaluation"]
         if not sum(counts.get(label, len(self._roster.of(label))) for label in training):
             raise UserError(

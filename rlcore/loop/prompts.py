@@ -355,7 +355,8 @@ class PromptSource:
             raise UserError(
                 f"task.overlong_rows=skip leaves no {split} problem of {self.task.name}: all "
                 f"{checked} prompts have more than {self.max_prompt_tokens} tokens "
-                "(model.max_len - rollout.max_new_tokens, or task.max_prompt_tokens)."
+                "(model.max_len - rollout.max_new_tokens, or task.max_prompt_tokens): raise it, or "
+                "set task.overlong_rows=truncate_left."
             )
 
     def remarks(self) -> list[str]:

@@ -179,10 +179,13 @@ def _parsed(lines: Sequence[str], path: Path, before: int) -> list[Row]:
         except json.JSONDecodeError as e:
             if place == len(lines):
                 break  # cut off by a crash and completed with a newline since
-            raise UserError(f"{path}:{before + place} is not a JSON object: {line[:60]!r}.") from e
+            raise UserError(
+                f"{path}:{before + place} is not a JSON object ({line[:60]!r}): delete the line."
+            ) from e
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(
-                f"{path}:{before + place} is not a metrics row: it has no integer step."
+                f"{path}:{before + place} is not a metrics row, since it has no integer step: "
+                "delete the line."
             )
         rows.append(row)
     return rows
@@ -209,5 +212,6 @@ def _require_rising(rows: list[Row], path: Path) -> None:
     for before, after in itertools.pairwise(rows):
         if after["step"] <= before["step"]:  # type: ignore[operator]
             raise UserError(
-                f"{path} is damaged: step {after['step']} follows step {before['step']}."
+                f"{path} is damaged: step {after['step']} follows step {before['step']}. Delete "
+                "one of the two lines."
             )

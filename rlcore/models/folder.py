@@ -91,7 +91,8 @@ def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str,
         int(config["vocab_size"])
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise UserError(
-            f"{key}={model_path} holds no config.json with a vocab_size: {type(e).__name__}."
+            f"{key}={model_path} holds no config.json with a vocab_size ({type(e).__name__}): give "
+            "a folder with that of a language model."
         ) from e
     return config
 
@@ -160,7 +161,7 @@ def _indexed_files(folder: Path, key: str) -> list[Path]:
         names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise UserError(
-            f"{key}={folder} holds an unreadable {INDEX_FILE}: {type(e).__name__}."
+            f"{key}={folder} holds an unreadable {INDEX_FILE} ({type(e).__name__}): copy it again."
         ) from e
     files = sorted(folder / name for name in names)
     if missing := [f.name for f in files if not f.is_file()]:

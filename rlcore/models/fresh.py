@@ -47,7 +47,7 @@ def check_vocabulary(spec: FreshModelSpec, needed: int) -> None:
     refuse(
         spec.vocab_size is not None and spec.vocab_size < needed,
         f"model.fresh.vocab_size={spec.vocab_size} is too small: the task's alphabet needs "
-        f"{needed}.",
+        f"{needed}; use that or more, or null.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_VOCABULARY = re.compile(
+    r"tokenizer\.(json|model.*)|(vocab|merges|spiece|sentencepiece|tekken).*|.*\.(tiktoken|spm|bpe)"
+)
+
+
 def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer of a local model folder. Raises UserError, naming `key`, if there is none."""
     if not Path(path).is_dir():
@@ -35,9 +41,14 @@ def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTo
             return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         from transformers import AutoTokenizer
 
+        if not any(_VOCABULARY.fullmatch(name) for name in os.listdir(path)):
+            raise OSError("none of its files has a vocabulary")  # transformers makes an empty one
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as e:
-        raise UserError(f"{key}={path} holds no readable tokenizer: {message_of(str(e))}") from e
+        raise UserError(
+            f"{key}={path} holds no readable tokenizer ({message_of(str(e)).rstrip('.')}): copy "
+            "the tokenizer's files (tokenizer.json, tokenizer_config.json) of its model into it."
+        ) from e
 
 
 def _is_of_fresh_model(folder: Path) -> bool:
@@ -86,7 +97,9 @@ def end_ids(tokenizer: Any, folder: str | Path | None) -> list[int]:
         try:
             given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"model.path={folder}: {file.name} cannot be read: {error}.") from error
+            raise UserError(
+                f"model.path={folder}: {file.name} cannot be read ({error}): copy it again."
+            ) from error
     listed = given if isinstance(given, list) else [given]
     own = getattr(tokenizer, "eos_token_id", None)
     return list(dict.fromkeys(i for i in (own, *listed) if isinstance(i, int)))
@@ -338,7 +351,9 @@ def fitting_prompt(
             "prompts: raise it, or set task.overlong_rows to skip or truncate_left."
         )
     if not ids:
-        raise UserError(f"task: prompt {prompt_id} is empty after tokenisation.")
+        raise UserError(
+            f"task: prompt {prompt_id} is empty after tokenisation: leave its row out of the data."
+        )
     return np.asarray(ids, dtype=np.int32)
 
 

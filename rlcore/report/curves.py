@@ -104,7 +104,7 @@ def curves(arms: Sequence[Family], asked: Asked) -> list[Curve]:
             shares = sizes if is_accuracy(name) else None
             found.append(Curve(label, name, merge(points, asked.ci, shares)))
     if not found:
-        raise UserError("the runs have no values to draw: none has finished a step.")
+        raise UserError("the runs have no values to draw: wait until one has finished a step.")
     return found
 
 

@@ -1,15 +1,23 @@
 """Environment variables that users have set for other programs, and what a run makes of them
 (docs/using.md)."""
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import proxy_bypass
 
 import pytest
 import ray
+from timing import deadline
 
+from rlcore.agents.endpoint import _tell_clients
 from rlcore.cli import main
 from rlcore.cluster import ray_cluster
 from rlcore.cluster.specs import RaySpec, joined_address
+from rlcore.tasks.rewards.requests import _proxy
 
 WORDS = ("train", "experiment=quickstart", "dry_run=true", "run_dir=x")
 
@@ -86,6 +94,41 @@ def test_a_dry_run_is_the_same_with_variables_of_other_programs(monkeypatch, cap
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert said(capsys) == plain and plain[0] == 0
+
+
+def test_an_engine_has_the_settings_of_vllm_that_it_needs_and_others_are_the_user_s():
+    needed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    own = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ATTENTION_BACKEND": "X"}
+    names = [*needed, *own]
+    code = f"import os, rlcore.rollout.engines.vllm\nprint([os.environ[n] for n in {names}])"
+    theirs = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | theirs | own | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+    )
+    assert done.stdout.strip() == str([*needed.values(), *own.values()]), done.stderr
+
+
+def test_proxies_are_for_other_machines(monkeypatch):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://proxy.example:3128")
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "inside.example")
+    for host in ("127.0.0.1", "localhost", "[::1]", "127.1.2.3", "a.inside.example"):
+        assert _proxy(f"http://{host}:8000/grade") is None
+    for url in ("http://h.example/grade", "https://128.0.0.1/grade"):
+        assert _proxy(url) == "http://proxy.example:3128"
+    # the programs of an endpoint find the way to it
+    server = SimpleNamespace(base_url="http://10.9.8.7:5/v1", api_key="k", host="10.9.8.7")
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"):
+        monkeypatch.setenv(name, "")
+    _tell_clients(server)
+    assert proxy_bypass("10.9.8.7") and proxy_bypass("a.inside.example")
+    assert not proxy_bypass("10.9.8.8")
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])

@@ -227,7 +227,7 @@ def test_parquet_and_written_rows_are_read(tmp_path):
     ragged = [torch.tensor([-1.0]), torch.tensor([-1.0, -0.5])]
     assert write(tmp_path / "w.jsonl", logp_inf=ragged, logp_ref=ragged) == 2
     assert rlcore.diagnose(tmp_path / "w.jsonl").rows == 3
-    with pytest.raises(UserError, match="unequal sizes: logp_inf 1, logp_ref 2"):
+    with pytest.raises(UserError, match=r"unequal sizes \(logp_inf 1, logp_ref 2\)"):
         write(tmp_path / "w.jsonl", logp_inf=tensor, logp_ref=[[0.0], [0.0]])
 
 

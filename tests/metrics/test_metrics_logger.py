@@ -3,6 +3,7 @@
 import importlib.metadata
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -233,6 +234,19 @@ sys.exit(f"left running: {left}" if left else 0)
 """
 
 
+# of other programs: the run's own settings are in force
+OTHERS = {
+    "WANDB_MODE": "online",
+    "WANDB_RUN_ID": "theirs",
+    "WANDB_PROJECT": "theirs",
+    "WANDB_RESUME": "must",
+    "WANDB_DIR": "/nowhere",
+    "WANDB_NAME": "theirs",
+    "WANDB_SILENT": "false",
+    "https_proxy": "http://127.0.0.1:1",
+}
+
+
 def test_without_wandb_installed_it_is_off_with_a_sentence_or_refused(tmp_path, monkeypatch):
     def none(name):
         raise importlib.metadata.PackageNotFoundError(name)
@@ -253,6 +267,7 @@ def test_without_wandb_installed_it_is_off_with_a_sentence_or_refused(tmp_path, 
 def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
     done = subprocess.run(
         [sys.executable, "-c", WANDB_RUN, str(tmp_path), how],
+        env=os.environ | OTHERS,
         capture_output=True,
         text=True,
         timeout=deadline(120),

@@ -69,5 +69,5 @@ def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.path=.* holds no config\.json: "):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="with a vocab_size: KeyError"):
+    with pytest.raises(UserError, match=r"with a vocab_size \(KeyError\)"):
         read_config(tmp_path)

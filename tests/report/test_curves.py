@@ -188,7 +188,7 @@ def test_without_matplotlib_the_sentence_names_the_extra(six, monkeypatch, capsy
 
 def test_runs_without_a_step_are_refused(tmp_path, capsys):
     assert main(["report", run(tmp_path / "a", {}, []), "format=csv"]) == 2
-    assert "none has finished a step" in capsys.readouterr().err
+    assert "until one has finished a step" in capsys.readouterr().err
 
 
 def test_null_values_are_left_out():

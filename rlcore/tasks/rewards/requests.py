@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -274,11 +275,13 @@ def _with_path(url: str, path: str) -> str:
 
 
 def _proxy(url: str) -> str | None:
-    """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY set. Not aiohttp's `trust_env`,
-    which also sends passwords that it finds in ~/.netrc."""
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY set; none to this machine itself,
+    which a proxy cannot reach. Not aiohttp's `trust_env`, which also sends passwords that it finds
+    in ~/.netrc."""
     parts = urlsplit(url)
     host = parts.hostname or ""
-    return None if proxy_bypass(host) else getproxies().get(parts.scheme)
+    here = re.fullmatch(r"localhost|127(\.\d+){3}|::1", host)
+    return None if here or proxy_bypass(host) else getproxies().get(parts.scheme)
 
 
 def _retry_after(reply: aiohttp.ClientResponse) -> float:
