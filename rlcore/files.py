@@ -162,12 +162,17 @@ def prepared_set(name: str) -> Path:
     return datasets / name.replace("/", "___")
 
 
+PACKAGED = "smollm2-135m"  # the model of model=smollm2, out of the package registry
+
+
 def not_here(name: str, kind: str) -> str:
     """A clause for a path that does not exist: with the command that brings it, if the user wrote
     OWNER/NAME. `name`: as given, or made absolute. `kind`: model or dataset."""
     written = name
     if os.path.isabs(name) and (below := os.path.relpath(name)) and not below.startswith(".."):
         written = below
+    if os.path.basename(written) == PACKAGED:
+        return f"rlcore fetch name={PACKAGED} out={written} makes it"
     if HUB_NAME.fullmatch(written) is None:
         return "rlcore fetch OWNER/NAME brings one of the Hugging Face Hub"
     also = " kind=dataset" if kind == "dataset" else ""

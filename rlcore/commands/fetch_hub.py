@@ -65,7 +65,9 @@ def _found(wanted: Wanted) -> tuple[str, list[str]]:
     """The kind of the repository, and its files."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # what ends the command is one sentence
     kinds = KINDS if wanted.kind is None else (wanted.kind,)
     for kind in kinds:
         try:
@@ -85,9 +87,7 @@ def _downloaded(wanted: Wanted, kind: str, files: list[str]) -> Path:
     import httpx2
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()
     weights = kind == "model" and any(file.endswith(".safetensors") for file in files)
     ignored = [*UNUSED_FOLDERS, *(UNUSED if weights else ())] if kind == "model" else []
     cuts = 0
@@ -132,7 +132,7 @@ def _bar(progress: ProgressLine) -> type[Any]:
     """A bar for huggingface_hub, whose bytes on disk go to `progress`."""
     from tqdm.auto import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         monitor_interval = 0  # of a thread that would outlive the download
 
         def __init__(self, *args: Any, **settings: Any) -> None:

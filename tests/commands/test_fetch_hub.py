@@ -250,10 +250,14 @@ def test_what_cannot_be_fetched_is_one_sentence(hub, fetched, words, changed, sa
 @pytest.mark.parametrize(
     ("words", "brings"),
     [
-        (["model=path", "model.path=some/model", "task=digits"], "some/model"),
-        (["model=some/model", "task=digits"], "some/model"),
-        (["model=tiny", "data=some/sums", "reward=gsm8k"], "some/sums kind=dataset"),
-        (["task.args.train_path=hf:some/sums", "task=gsm8k"], "some/sums kind=dataset"),
+        (["model=path", "model.path=some/model", "task=digits"], "some/model brings it"),
+        (["model=some/model", "task=digits"], "some/model brings it"),
+        (
+            ["model=smollm2", "task=digits"],
+            "name=smollm2-135m out=cache/models/smollm2-135m makes it",
+        ),
+        (["model=tiny", "data=some/sums", "reward=gsm8k"], "some/sums kind=dataset brings it"),
+        (["task.args.train_path=hf:some/sums", "task=gsm8k"], "some/sums kind=dataset brings it"),
     ],
 )
 def test_a_name_that_was_not_fetched_says_which_command_brings_it(
@@ -263,4 +267,4 @@ def test_a_name_that_was_not_fetched_says_which_command_brings_it(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     assert main(["train", *words, "dry_run=true", "run_dir=r"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"rlcore fetch {brings} brings it" in line
+    assert f"rlcore fetch {brings}" in line
