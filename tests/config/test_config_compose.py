@@ -118,8 +118,11 @@ PAPERS = sorted(option for group, option in OPTIONS if option.startswith("paper/
 def test_a_paper_s_preset_names_its_source_and_asks_for_the_model(option):
     text = groups()["experiment"][option].read_text()
     assert "papers/" in text or "paper/" in text  # its source, or the preset that it varies
-    words = ("model.path=/f", "task.args.train_path=/f", "task.args.heldout_path=/f")
-    assert {*words} <= {*given(option)}
+    found = given(option)
+    assert {"model.path=/f", "task.args.heldout_path=/f"} <= {*found}
+    # `eval` needs no file to train on; the preflight of `train` asks for it
+    config = load(["run_dir=x", f"experiment={option}", *found])
+    assert all(task.args["train_path"] is None for task in config.tasks.values())
 
 
 def test_corrections_keep_the_order_of_selection_also_through_yaml(tmp_path):
