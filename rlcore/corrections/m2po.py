@@ -125,6 +125,8 @@ class M2po(Correction):
             advantages=step.advantages,
             reduce=reduce,
         )
+        # outside the safe set of the policy that is compared the log ratio is infinite: the largest
+        weight = weight.where(on | ~current.mask, 0.0)
         difference, judged = log_difference(step.logp_ref, step.logp_inf, on)
         if self.spec.over == "harmful":
             judged = judged & harmful(difference, step.advantages)

@@ -61,6 +61,11 @@ def test_shipped_engines_read_every_setting_that_only_some_engines_read():
             ["learner.engine=own:TrainParts", "learner.ranks=2", "learner.tensor_parallel=2"],
         ),
         (
+            ["learner.engine=own:TrainParts", "learner.ranks=2", "learner.expert_parallel=2"],
+            "learner.expert_parallel=2",
+            ["learner.engine=own:TrainParts", "learner.ranks=2"],
+        ),
+        (
             ["actor=fp8", "actor.fp8.engine=own:Sample"],
             "actor.fp8.kind=fp8",
             ["actor=fp8", "actor.fp8.engine=own:SampleLow"],

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from learner_helpers import PlainEngine, make_job, make_place, small_model
+from learner_helpers import small_model
 
 from rlcore.errors import UserError
-from rlcore.learner import build
 from rlcore.learner.engines.model_parallel import TensorParts, check_layers
 from rlcore.learner.policy import load_causal_lm
 from rlcore.testing.experts import tiny_mixture
@@ -60,11 +59,3 @@ def test_parts_of_a_matrix_are_of_its_outputs_or_inputs():
     assert parts.own(columns, whole.view(2, 6))[0][1].tolist() == [[3, 4, 5], [9, 10, 11]]
     squares = parts.squares(iter([(rows, rows * 2), (norm, norm)]), all_held=True)
     assert squares.item() == 4 * 6 + 6 / 2
-
-
-@pytest.mark.parametrize("key", ["tensor_parallel", "expert_parallel"])
-def test_an_engine_that_computes_whole_layers_says_so(monkeypatch, key):
-    monkeypatch.setattr(build, "resolve", lambda *args, **kwargs: PlainEngine)
-    job = make_job("nowhere", ranks=2, **{key: 2})
-    with pytest.raises(UserError, match=rf"{key}=2 .*learner\.engine.*one of: 1\."):
-        build.build_parts(job, make_place(0, 2, 1))
