@@ -132,9 +132,10 @@ def test_no_file_assigns_to_what_it_imports():
         imported = set(_imported(tree))
         found |= {(path.name, name) for name in _assigned(tree) if name in imported}
     # `mpmath.mp.dps` and `tempfile.tempdir`, which their documentation says to set; `unittest.main`
-    # is replaced in the process of a graded program alone
+    # and `builtins.help` are replaced in the process of a graded program alone
     assert found == {
         ("math_numbers.py", "mp"),
         ("server.py", "tempfile"),
         ("layouts.py", "unittest"),
+        ("program.py", "builtins"),
     }

@@ -100,7 +100,7 @@ EPISODES = (
 )
 PICTURE = Key("picture", "draw it into this SVG file", "file")
 THREE_WORDS = (
-    Key("data", "rows of your own: a file, a folder, or OWNER/NAME that rlcore fetch has brought"),
+    Key("data", "your rows: a file, a folder, or a fetched OWNER/NAME"),
     Key("reward", "FILE.py:FUNCTION or MODULE:FUNCTION that scores, or a task such as gsm8k"),
 )
 _FORECAST_OF_DRY_RUN = tuple(

@@ -396,9 +396,10 @@ def test_experts_are_replayed_where_an_engine_chose_some(model, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | changes))
     prepared(folder, "learner.router_replay=true")
     other = load(["experiment=quickstart", "learner.router_replay=true", f"run_dir={tmp_path}"])
-    own = {"bf16": other.actor["bf16"].model_copy(update={"engine": "my.py:Engine"})}
+    engine = "rlcore.interfaces:RolloutEngine"
+    own = {"bf16": other.actor["bf16"].model_copy(update={"engine": engine})}
     with pytest.raises(
-        UserError, match=r"^learner\.router_replay=true .*actor\.bf16\.engine=my\.py"
+        UserError, match=r"^learner\.router_replay=true .*actor\.bf16\.engine=rlcore"
     ):
         check_replay(other.model_copy(update={"actor": own}), config | changes)
     prepared(folder, "actor.bf16.tensor_parallel=2")
