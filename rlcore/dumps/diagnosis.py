@@ -22,6 +22,7 @@ SHOWN = {
     "kl_k3": "the same, k3",
     "answer_kl": "nats an answer (k3, at most 128 tokens)",
     "late_kl": "of it, what late tokens have over fresh ones",
+    "tv": "total variation of p_inf and p_ref, at least",
     "ess": "effective share of the samples",
     "acceptance": "mean of min(1, p_ref/p_inf)",
     "agreement_p5": "5th percentile of min(r, 1/r), r = p_ref/p_inf",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.corrections.ais import AisSpec
+from rlcore.corrections.drift import policy_distance
 from rlcore.corrections.mismatch import (
     AGE_BINS,
     mismatch_accumulate,
@@ -97,6 +98,12 @@ class Meter:
             found.figures |= fixed_share(
                 step.logp_ref, step.logp_inf, step.mask, step.repeats, self._next("repeats")
             )
+        if (ids := step.topk_ids_inf) is not None:
+            assert step.topk_logp_inf is not None and step.ref_logp_at_inf_ids is not None
+            least, _ = policy_distance(ids, step.topk_logp_inf, step.ref_logp_at_inf_ids)
+            both = torch.stack([least.where(step.mask, 0.0).sum(), step.mask.sum()])
+            summed, tokens = self._next("tv")(both).tolist()
+            found.figures["tv"] = summed / max(tokens, 1.0)
         found.by_eighth = [v[1] for v in self._split(step, eighths(step.mask), EIGHTHS, "eighth")]
         if aged:
             ages = torch.bucketize(_age(step), torch.tensor(AGE_BINS), right=True) - 1

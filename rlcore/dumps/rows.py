@@ -43,7 +43,7 @@ OPTIONAL = {
     "kind": "figures by kind of actor",
     "version": "figures by age of the samples",
     "token_ids": "whether the mismatch repeats (fixed_share)",
-    "topk_logp_inf": "Jackpot's weights",
+    "topk_logp_inf": "the total variation, Jackpot's weights",
 }
 ROUNDING = 1e-3  # a log-prob that exceeds 0 by less was rounded
 MOST = 2**31  # versions and ids are below it

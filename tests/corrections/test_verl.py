@@ -13,6 +13,8 @@ import pytest
 from test_trl import block
 from timing import deadline
 
+from rlcore.dumps.diagnose import diagnose
+
 # what verl imports and our environment lacks
 PACKAGES = (
     *("verl==0.9.1", "tensordict==0.15.3", "pyvers==0.2.3", "orjson==3.13.0"),
@@ -61,3 +63,5 @@ def test_verl_takes_its_weights_and_mask_from_the_pages_module(verl: str, tmp_pa
     for name in ("tis", "icepop"):  # verl's own formulas at the same thresholds
         assert found[name] < 1e-6 < 0.1 < found[name + " moved"]
     assert found["ais"] > 0.01
+    rows = diagnose(tmp_path / "rows.jsonl")  # as docs/diagnose.md has verl write them
+    assert rows.rows == 6 and rows.figures[""].figures["tokens"] == 20

@@ -10,6 +10,7 @@ from verl import DataProto  # imports my_corrections
 from verl.trainer.ppo import rollout_corr_helper as helper
 
 from rlcore.corrections.plug_in import Corrector, in_verl
+from rlcore.dumps.rows import write
 
 rng = torch.Generator().manual_seed(0)
 inf = -3 * torch.rand(6, 5, generator=rng) - 0.1
@@ -41,6 +42,15 @@ def hooked() -> tuple[DataProto, dict[str, float]]:
     return helper.compute_rollout_correction_and_add_to_batch(batch(), {})
 
 
+# the columns of docs/diagnose.md
+own_rows = batch().batch
+write(
+    "rows.jsonl",
+    logp_inf=own_rows["rollout_log_probs"],
+    logp_ref=own_rows["old_log_probs"],
+    mask=own_rows["response_mask"],
+    advantages=own_rows["token_level_rewards"].sum(-1),
+)
 paged, metrics = hooked()  # the page's: tis with cap 2 and a veto
 veto = (((ref - inf).exp() >= 1e-4) | (mask == 0)).all(-1, keepdim=True)
 found = {

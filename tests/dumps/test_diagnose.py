@@ -231,9 +231,10 @@ def test_parquet_and_written_rows_are_read(tmp_path):
         write(tmp_path / "w.jsonl", logp_inf=tensor, logp_ref=[[0.0], [0.0]])
 
 
-def test_jackpot_needs_the_top_k():
+def test_jackpot_and_the_total_variation_need_the_top_k():
     rows = answers(20, error=0.3)
-    assert "jackpot" not in diagnose(rows).figures[""].shadows
+    without = diagnose(rows).figures[""]
+    assert "jackpot" not in without.shadows and "tv" not in without.figures
     for row in rows:
         count = len(row["logp_inf"])
         row |= {
@@ -243,7 +244,11 @@ def test_jackpot_needs_the_top_k():
             "topk_ids_ref": [[1, 2]] * count,
             "topk_logp_ref": [[-0.7, -1.2]] * count,
         }
-    assert 0 < diagnose(rows).figures[""].shadows["jackpot"]["kept_share"] <= 1
+    found = diagnose(rows).figures[""]
+    assert 0 < found.shadows["jackpot"]["kept_share"] <= 1
+    q, p = ([math.exp(a), math.exp(b)] for a, b in ((-0.5, -1.5), (-0.7, -1.2)))
+    apart = [a - b for a, b in zip([*q, 1 - sum(q)], [*p, 1 - sum(p)])]
+    assert found.figures["tv"] == pytest.approx(0.5 * sum(map(abs, apart)), rel=1e-5)
 
 
 def test_a_group_stays_in_one_batch_and_long_answers_make_small_batches():
