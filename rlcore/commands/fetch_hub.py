@@ -37,8 +37,9 @@ class Wanted:
 
 
 def fetch_repository(wanted: Wanted) -> Path:
-    """Download the repository, and return its folder. Files that are there already are kept, and a
-    file whose connection is cut goes on where it was.
+    """Download the repository, and return its folder. Files that are there already are kept. A file
+    whose connection is closed goes on near the place; after a reset, or in another command, it
+    begins anew.
 
     Raises UserError for a name that the Hub does not have or does not show, without a connection,
     and for a connection that is cut again and again.
@@ -113,9 +114,17 @@ def _downloaded(wanted: Wanted, kind: str, files: list[str]) -> Path:
             time.sleep(PAUSE_S * 2 ** (cuts - 1))
         finally:
             progress.close()
-    if wanted.out is not None:  # notes of the download, which exports would copy
-        shutil.rmtree(Path(wanted.out) / ".cache", ignore_errors=True)
+    if wanted.out is not None:
+        _without_notes(Path(wanted.out))
     return Path(folder)
+
+
+def _without_notes(folder: Path) -> None:
+    """Remove the notes of a download, which exports would copy; other caches of the folder stay."""
+    notes = folder / ".cache" / "huggingface"
+    shutil.rmtree(notes, ignore_errors=True)
+    if notes.parent.is_dir() and not any(notes.parent.iterdir()):
+        notes.parent.rmdir()
 
 
 class _Nowhere:
@@ -161,7 +170,7 @@ def _sentences(name: str) -> Iterator[None]:
     )
 
     hub, offline = constants.ENDPOINT, [key for key in OFFLINE if os.environ.get(key)]
-    again = f"what has arrived is kept: rlcore fetch {name} goes on"
+    again = f"finished files are kept: rlcore fetch {name} goes on with the others"
     try:
         if constants.is_offline_mode():
             raise UserError(

@@ -78,10 +78,12 @@ class Corrector:
 
         `logp_inf`, `logp_ref`: [B, T], log-probs of the sampled tokens by the sampler and by the
         learner before the update. `mask`: [B, T], 1 for sampled tokens. `advantages`: [B] or
-        [B, T]. `groups`: [B], equal for samples of one prompt; None: each is alone. Weights of
-        tokens that leave are 0."""
-        on, rows = mask != 0, len(mask)
-        own = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(on)
+        [B, T]; tokens of one that is not finite leave, and count in no statistic. `groups`: [B],
+        equal for samples of one prompt; None: each is alone. Weights of tokens that leave are 0.
+        """
+        rows = len(mask)
+        own = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask)
+        on = (mask != 0) & torch.isfinite(own)
         index = torch.arange(rows, device=mask.device)
         step = StepTensors(
             mask=on,
@@ -115,11 +117,14 @@ def _spec(name: str, own: Mapping[str, Any]) -> CorrectionSpec:
 
 
 def group_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards [B] less the mean of their group [B]: the sign that corrections read."""
+    """Rewards [B] less the mean of their group [B]: the sign that corrections read. A reward that
+    is not finite takes no part in the mean, and stays as it is."""
     _, index = groups.unique(return_inverse=True)
-    count = torch.zeros(int(index.max()) + 1, dtype=rewards.dtype, device=rewards.device)
-    sums = count.index_add(0, index, rewards)
-    return rewards - (sums / count.index_add(0, index, torch.ones_like(rewards)))[index]
+    finite = torch.isfinite(rewards)
+    none = torch.zeros(int(index.max()) + 1, dtype=rewards.dtype, device=rewards.device)
+    sums = none.index_add(0, index, rewards.where(finite, 0.0))
+    count = none.index_add(0, index, finite.to(rewards.dtype))
+    return rewards - (sums / count.clamp(min=1.0))[index]
 
 
 def in_verl(corrector: Corrector) -> Callable[[Any, Any], tuple[Any, dict[str, float]]]:

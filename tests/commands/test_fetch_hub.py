@@ -225,6 +225,14 @@ def test_a_model_is_written_to_a_folder_and_finished_by_the_second_command(hub, 
     assert set(os.listdir("here")) == set(model) - {"pytorch_model.bin", "onnx/model.onnx"}
 
 
+def test_other_caches_of_the_folder_stay(hub, fetched, model):
+    """Such as those of a home folder that is named as out=."""
+    hub.repositories = {("model", "some/model"): model}
+    os.makedirs("here/.cache/mine")
+    assert fetched("some/model", "out=here")[0] == 0
+    assert os.listdir("here/.cache") == ["mine"]
+
+
 @pytest.mark.parametrize(
     ("words", "changed", "said"),
     [

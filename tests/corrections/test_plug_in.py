@@ -111,6 +111,27 @@ def test_wrong_settings_are_refused_with_their_key(name, own, said):
         Corrector({name: own})
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("which", ["logp_inf", "logp_ref", "advantages"])
+def test_a_number_that_is_not_finite_costs_its_row_at_most(name, which):
+    own = {"outliers": {"threshold": 0.5}, "opsm": {"delta": 0.1}}.get(name, {})
+    given = [tensor.clone() for tensor in batch()]
+    place = {"logp_inf": 0, "logp_ref": 1, "advantages": 3}[which]
+    row = int(given[2].sum(-1).argmax())
+    given[place][row] = float("nan")
+    found = Corrector({name: own})(*given)
+    assert torch.isfinite(found.weight).all()
+    assert all(value == value for value in found.metrics.values())
+    others = [i for i in range(len(given[2])) if i != row]
+    rest = Corrector({name: own})(*(tensor[others] for tensor in given))
+    if which == "advantages":  # the row leaves, as if it had not been there
+        torch.testing.assert_close(found.weight[others], rest.weight)
+        assert not found.mask[row].any() and not found.weight[row].any()
+
+
 def test_advantages_of_a_group_are_centred():
     found = group_advantages(torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([7, 7, 2, 2]))
     assert found.tolist() == [0.5, -0.5, -1.0, 1.0]
+    broken = torch.tensor([1.0, float("nan"), 3.0, 5.0])
+    found = group_advantages(broken, torch.tensor([7, 7, 7, 2]))
+    assert found[[0, 2, 3]].tolist() == [-1.0, 1.0, 0.0] and found[1].isnan()
