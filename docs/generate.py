@@ -3,6 +3,7 @@ metrics, and the keys of every correction. `python docs/generate.py`; a test com
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,11 +64,12 @@ def configuration() -> str:
         "prints one group with defaults and meanings. LABEL is a name that the run gives, such as",
         "`bf16` of the selected actor. A value is given as `key=value`, a group as `group=option`,",
         "several corrections, actors or tasks as a list. `rlcore completion bash install=true` (or",
-        "`zsh`) makes the shell complete commands, keys and options.",
+        "`zsh`) makes the shell complete commands, keys and options. A key stands with its default,",
+        "and with its type or choices where the default does not show them; [s] is a unit.",
     ]
     top = [n for n, i in RunConfig.model_fields.items() if not list(sections(i.annotation))]
-    seen: dict[type[BaseModel], str] = {}
-    lines += ["", "## The run", "", *_table(RunConfig, "", top)]
+    seen: dict[str, type[BaseModel]] = {}
+    lines += ["", "## The run", "", *_keys(RunConfig, "", top)]
     for name, info in RunConfig.model_fields.items():
         found = list(sections(info.annotation))
         if not found:
@@ -79,41 +81,65 @@ def configuration() -> str:
 
 
 def _section(
-    model: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
+    model: type[BaseModel], prefix: str, seen: dict[str, type[BaseModel]]
 ) -> Iterator[str]:
-    """The tables of a specification, and of those in it; one that stands elsewhere too, once."""
+    """The keys of a specification, and of those in it; keys that stand elsewhere too, by name."""
     title = prefix.rstrip(".")
     if model is shipped() and title != "correction":
-        yield from ["", f"### {title}", "", "The same keys as `correction`."]
+        yield from ["", f"### {title}", "", "The keys of `correction`."]
         return
-    base = next((m for m in seen if issubclass(model, m)), None)
-    if base is model:
-        yield from ["", f"### {title}", "", f"The same keys as `{seen[model]}`."]
+    same = next((earlier for earlier, other in seen.items() if other is model), None)
+    if same:
+        yield from ["", f"### {title}", "", f"The keys of `{same}`."]
         return
-    inherited = dict(base.model_fields) if base else {}
-    fields = {
-        name: info
-        for name, info in model.model_fields.items()
-        if name not in inherited or info.default != inherited[name].default
-    }
-    plain = [name for name, info in fields.items() if not list(sections(info.annotation))]
+    plain = [n for n, info in model.model_fields.items() if not list(sections(info.annotation))]
+    other, shared = _shared(model, plain, seen)
+    listed = [name for name in plain if name not in shared]
     if plain:
-        also = ["", f"Besides the keys of `{seen[base]}`:"] if base else []
-        yield from ["", f"### {title}", *also, "", *_table(model, prefix, plain)]
-    seen[model] = title
-    for name, info in fields.items():
+        yield from ["", *([f"### {title}", ""] if "." in title else [])]
+    if shared:
+        yield from [f"As in `{other}`: {', '.join(f'`{name}`' for name in shared)}.", ""]
+    yield from _keys(model, prefix, listed)
+    seen[title] = model
+    for name, info in model.model_fields.items():
         for inner, labelled in sections(info.annotation):
             yield from _section(inner, f"{prefix}{name}.{'LABEL.' if labelled else ''}", seen)
 
 
-def _table(model: type[BaseModel], prefix: str, names: list[str]) -> Iterator[str]:
-    yield from ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+def _shared(
+    model: type[BaseModel], names: list[str], seen: dict[str, type[BaseModel]]
+) -> tuple[str, list[str]]:
+    """The earlier section with the most equal keys, at least three, and these keys."""
+    found = {
+        title: [name for name in names if _same(model, other, name)]
+        for title, other in seen.items()
+    }
+    title = max(found, key=lambda t: len(found[t]), default="")
+    return (title, found[title]) if title and len(found[title]) >= 3 else ("", [])
+
+
+def _same(model: type[BaseModel], other: type[BaseModel], name: str) -> bool:
+    one, two = model.model_fields[name], other.model_fields.get(name)
+    return two is not None and (one.default, meaning_of(one)) == (two.default, meaning_of(two))
+
+
+def _keys(model: type[BaseModel], prefix: str, names: list[str]) -> Iterator[str]:
+    """An item for each key: as it is written with its default, its type unless the default shows
+    it, its meaning."""
     for name in names:
         info = model.model_fields[name]
         key, default = f"{prefix}{name}", written_default(info)
-        shown = "required" if default is None else f"`{default}`"
-        cells = [f"`{key}`", f"`{kind_of(key, info)}`", shown, meaning_of(info)]
-        yield "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+        kind = kind_of(key, info)
+        if default is None:
+            yield f"- `{key}` (`{kind}`, required): {_plain(meaning_of(info))}"
+            continue
+        told = kind in ("int", "float", "bool", "str")
+        form = "" if told else f" (`{kind.removesuffix('|null') if default == 'null' else kind}`)"
+        yield f"- `{key}={default.strip(chr(34))}`{form}: {_plain(meaning_of(info))}"
+
+
+def _plain(text: str) -> str:
+    return text if "`" in text else text.replace("<", "&lt;").replace("*", "\\*")
 
 
 def _cell(text: str) -> str:
@@ -122,25 +148,32 @@ def _cell(text: str) -> str:
 
 
 def metrics() -> str:
-    """The tables of docs/metrics.md, one for each first segment of the names."""
-    groups: dict[str, list[Metric]] = {}
+    """The lists of docs/metrics.md, one for each first segment of the names."""
+    found: dict[str, dict[str, tuple[Metric, list[str]]]] = {}
     for metric in METRICS:
-        groups.setdefault(_group(metric.name), []).append(metric)
+        stem = re.sub(r"_p\d+$|(?<=/)(?:greedy|sampled)(?=_)", "_p<q>", metric.name)
+        family = found.setdefault(_group(metric.name), {})
+        family.setdefault(stem, (metric, []))[1].append(metric.name)
     lines = []
-    for group, members in groups.items():
+    for group, families in found.items():
         lines += ["", f"## {group}", ""]
-        if any(metric.by_kind for metric in members):
-            lines += ["By kind of actors, too: `name@<label>`, in a run with several.", ""]
-        lines += [
-            "| metric | unit | meaning | healthy | otherwise |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        for metric in members:
-            healthy = metric.healthy or "describes the run"
-            meaning = metric.meaning + ("; in details.jsonl" if metric.detail else "")
-            cells = (f"`{metric.name}`", metric.unit, meaning, healthy, metric.otherwise)
-            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        lines += [_described(metric, names) for metric, names in families.values()]
     return "\n".join([*lines[1:], ""])
+
+
+def _described(metric: Metric, names: list[str]) -> str:
+    """The item of a metric, and of those that differ from it by a percentile alone."""
+    written = f"`{names[0]}`" + "".join(f", `{n.rpartition('/')[2]}`" for n in names[1:])
+    unit = "" if metric.unit == "1" else f" [{metric.unit}]"
+    meaning = metric.meaning
+    if len(names) > 1:
+        meaning = re.sub(r"percentile 1\b", "percentiles", meaning).replace("_p1 ", "_p<q> ")
+        meaning = meaning.replace("greedy answers", "greedy or sampled answers")
+    details = " (details)" if metric.detail else ""
+    text = f"- {written}{unit}{details}: {_plain(meaning)}"
+    if metric.healthy:
+        text += f". Healthy: {_plain(metric.healthy)}"
+    return text + (f". If not: {_plain(metric.otherwise)}" if metric.otherwise else "")
 
 
 def _group(name: str) -> str:
@@ -170,9 +203,9 @@ def experiments() -> str:
 
 
 def correction_keys(name: str) -> str:
-    """The table of a correction's page."""
+    """The keys on a correction's page."""
     spec = resolve(CORRECTIONS, name, key="correction")
-    return "\n".join(_table(spec, f"correction.{name}.", list(spec.model_fields))) + "\n"
+    return "\n".join(_keys(spec, f"correction.{name}.", list(spec.model_fields))) + "\n"
 
 
 def regime_table() -> str:

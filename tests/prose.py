@@ -2,8 +2,9 @@
 
     python tests/prose.py [FILE ...]     all warnings, of pages or of docstrings and messages
 
-Without files: a count for each page, docstrings and messages together. `make lint` prints those of
-the README and the tutorials, which have none; `tests/test_prose.py` holds that.
+Without files: a count for each page, docstrings and messages together, and the words of the pages.
+`make lint` prints the warnings of the README and the tutorials, which have none;
+`tests/test_prose.py` holds that, and `tests/growth.json` bounds the words.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 30  # of a sentence
+# pages that scripts write whole
+GENERATED = ("configuration.md", "combinations.md", "status.md", "scorers.md", "corrections-grid.md")
 # pattern -> what to write instead
 PHRASES = {
     r"^(?:Of|By|From) [^.,:]{1,60}, (?!and |or )": "name the subject first",
@@ -76,6 +79,28 @@ def of_file(path: Path) -> list[str]:
     return [warning for text in texts(source) for warning in warnings(text)]
 
 
+def pages(root: Path = ROOT) -> list[Path]:
+    """README, CHANGELOG and the pages of docs/."""
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def by_hand(page: Path) -> str:
+    """The text of a page that no script writes."""
+    if page.name in GENERATED:
+        return ""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"<!-- [^>]+ -->\n.*?<!-- [^>]*\bend\b[^>]* -->", "", text, flags=re.DOTALL)
+
+
+def words(root: Path = ROOT) -> dict[str, int]:
+    """Words between spaces, as `wc -w` counts them, of all pages and of what is written by hand."""
+    found = [page for page in pages(root) if page.exists()]
+    return {
+        "words of the pages": sum(len(page.read_text().split()) for page in found),
+        "words of the pages by hand": sum(len(by_hand(page).split()) for page in found),
+    }
+
+
 def finished() -> list[Path]:
     """The pages that have no warning, and keep none."""
     return [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
@@ -94,6 +119,8 @@ def main() -> None:
     for name, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"{count:5} {name}")
     print(f"{sum(counts.values()):5} in all")
+    for name, count in words().items():
+        print(f"{count:5} {name}")
 
 
 if __name__ == "__main__":

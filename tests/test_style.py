@@ -80,7 +80,7 @@ def test_what_a_run_imports_is_found_and_what_it_names_in_functions_is_not(tmp_p
     for name in ("one", "two", "typed", "later"):
         (package / f"{name}.py").write_text("x = spec.zero_stage\n")
     assert growth.loaded(tmp_path) == {"rlcore", "rlcore.cli", "rlcore.one", "rlcore.two"}
-    assert list(growth.counts(tmp_path).values()) == [4, 12, 14, 4]
+    assert list(growth.counts(tmp_path).values()) == [4, 12, 14, 4, 0, 0, 0]
 
 
 def test_a_bound_falls_by_itself_and_rises_only_on_purpose():
