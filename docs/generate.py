@@ -64,8 +64,8 @@ def configuration() -> str:
         "prints one group with defaults and meanings. LABEL is a name that the run gives, such as",
         "`bf16` of the selected actor. A value is given as `key=value`, a group as `group=option`,",
         "several corrections, actors or tasks as a list. `rlcore completion bash install=true` (or",
-        "`zsh`) makes the shell complete commands, keys and options. A key stands with its default,",
-        "and with its type or choices where the default does not show them; [s] is a unit.",
+        "`zsh`) makes the shell complete commands, keys and options. Each key has its default, and",
+        "its type or choices where the default does not show them; [s] is a unit.",
     ]
     top = [n for n, i in RunConfig.model_fields.items() if not list(sections(i.annotation))]
     seen: dict[str, type[BaseModel]] = {}

@@ -20,7 +20,7 @@ import prose
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = ROOT / "tests" / "growth.json"
-STEP = 100  # lines that a bound leaves free
+STEP = 100  # lines or words that a bound leaves free
 # What the processes of a plain run load.
 ROLES = (
     *("cli", "commands.train"),
@@ -96,8 +96,9 @@ def counts(root: Path = ROOT) -> dict[str, int]:
 
 
 def written(found: dict[str, int], before: dict[str, int], *, up: bool) -> dict[str, int]:
-    """The bounds from today's counts: lines and words rounded up to hundreds; higher ones only if `up`."""
-    new = {n: -(-v // STEP) * STEP if n.startswith(("lines", "words")) else v for n, v in found.items()}
+    """The bounds from today's counts, lines and words rounded up; higher ones only if `up`."""
+    coarse = ("lines", "words")
+    new = {n: -(-v // STEP) * STEP if n.startswith(coarse) else v for n, v in found.items()}
     return {n: v if up else min(v, before.get(n, v)) for n, v in new.items()}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 30  # of a sentence
 # pages that scripts write whole
-GENERATED = ("configuration.md", "combinations.md", "status.md", "scorers.md", "corrections-grid.md")
+GENERATED = ("combinations", "configuration", "corrections-grid", "scorers", "status")
 # pattern -> what to write instead
 PHRASES = {
     r"^(?:Of|By|From) [^.,:]{1,60}, (?!and |or )": "name the subject first",
@@ -86,7 +86,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 def by_hand(page: Path) -> str:
     """The text of a page that no script writes."""
-    if page.name in GENERATED:
+    if page.stem in GENERATED:
         return ""
     text = page.read_text(encoding="utf-8")
     return re.sub(r"<!-- [^>]+ -->\n.*?<!-- [^>]*\bend\b[^>]* -->", "", text, flags=re.DOTALL)
