@@ -17,7 +17,6 @@ from rlcore.advisor.planner.forecast import Forecast, forecast
 from rlcore.advisor.planner.gpus import (
     GPUS,
     SHAPES,
-    Beside,
     EngineShape,
     Gpu,
     Shape,
@@ -29,13 +28,15 @@ from rlcore.advisor.planner.picture import picture
 from rlcore.advisor.planner.run import PlannedFleet
 from rlcore.advisor.planner.specs import ActorRates, EpisodeSpec, LengthSpec, Rates
 from rlcore.commands import derived
-from rlcore.commands.memory import folder_parameters
 from rlcore.config.compose import load
+from rlcore.config.parts import PARTS
+from rlcore.config.parts.part import NO_WORK, Work
 from rlcore.config.schema import RunConfig
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.metrics.rows import run_rows
 from rlcore.models.folder import read_config
+from rlcore.models.sizes import folder_parameters
 from rlcore.progress import waiting
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
@@ -168,16 +169,15 @@ def check_source(words: Mapping[str, str], config: RunConfig) -> None:
             f"{stray}={words[stray]} is for gpu=NAME: the file rates={words['rates']} has lengths "
             "and episodes of its own. Change them there."
         )
-    refuse(
-        "gpu" in words and config.bitwise,
-        "bitwise=true cannot be planned by gpu=, which knows no time of its operations: give "
-        "rates=FILE, of such a run, or plan with bitwise=false.",
-    )
-    refuse(
-        "gpu" in words and config.learner.round_as is not None,
-        f"learner.round_as={config.learner.round_as} cannot be planned by gpu=, which knows no "
-        "time of rounding: give rates=FILE, of a run that rounds, or plan with round_as=null.",
-    )
+    if "gpu" in words:
+        _check_parts(config, by_gpu=True)
+
+
+def _check_parts(config: RunConfig, *, by_gpu: bool) -> None:
+    """Raise UserError for a part whose time no forecast knows."""
+    for part in PARTS:
+        why = part.unplanned(config, by_gpu=by_gpu)
+        refuse(bool(why), why)
 
 
 def check_simulated(config: RunConfig) -> None:
@@ -192,13 +192,7 @@ def check_simulated(config: RunConfig) -> None:
         "model.diffusion cannot be planned: a forecast decodes token by token. Plan a run of a "
         "causal model.",
     )
-    learner = config.learner
-    companion = "distill" if learner.distill else "draft" if learner.draft else None
-    refuse(
-        companion is not None,
-        f"learner.{companion} cannot be planned: the time of a companion is not simulated. Plan "
-        f"the run without it.",
-    )
+    _check_parts(config, by_gpu=False)
     for label, actor in config.actor.items():
         refuse(
             actor.speculate is not None,
@@ -316,7 +310,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
         raise UserError.choice("gpu", gpu, GPUS)
     shape, lengths = shape_of(config, words), lengths_of(config, words)
     ranks = derived.ranks(config)
-    learner = learner_rates(GPUS[gpu], shape, ranks, work_beside(config, shape))
+    learner = learner_rates(GPUS[gpu], shape, ranks, work_beside(config, shape.parameters))
     rates = Rates(
         lengths=lengths,
         learner=learner,
@@ -341,26 +335,18 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
 
 
 def beside_of(config: RunConfig) -> str:
-    """The critic and the teacher of a run. Example: "critic=model teacher=frozen" """
-    critic, teacher = config.critic, config.teacher
-    named = [f"critic={critic.kind}"] * critic.trained + [f"teacher={teacher.kind}"] * teacher.used
-    return " ".join(named)
+    """The parts whose time in the ranks is part of measured rates. Example: "critic=model
+    teacher=frozen" """
+    used = (part.setting(config) for part in PARTS if part.in_rates)
+    return " ".join(setting.replace(".kind=", "=") for setting in used if setting)
 
 
-def work_beside(config: RunConfig, policy: Shape) -> Beside:
-    """FLOPs of critic and teacher in the learner's ranks: 2 a parameter and token for a pass, 6
-    with its gradient. A critic's values and a teacher's scores are taken before a phase; a head's
-    step makes a pass over the policy's layers, which it does not train. An episode behind a context
-    is taken for two, and of several teachers the largest for all tasks."""
-    critic, teacher, size = config.critic, config.teacher, policy.parameters
-    step = {"model": 6 * size, "value_head": 2 * size}.get(critic.kind, 0.0)
-    phase = 2 * size if critic.trained else 0.0
-    if teacher.used and teacher.kind != "engine":
-        paths: list[str | None] = [*teacher.paths.values()] or [teacher.path]
-        most = max(size if path is None else folder_parameters(path) for path in paths)
-        cost = 2 * most * (1 if teacher.context == "none" else 2)
-        step, phase = (step + cost, phase) if teacher.top_k is None else (step, phase + cost)
-    return Beside(size if critic.kind == "model" else 0.0, step, phase)
+def work_beside(config: RunConfig, parameters: float) -> Work:
+    """FLOPs of all parts in the learner's ranks. `parameters`: of the policy."""
+    work = NO_WORK
+    for part in PARTS:
+        work = work.plus(part.work(config, parameters))
+    return work
 
 
 def _scores_per_s(config: RunConfig, gpu: Gpu) -> float | None:
@@ -368,11 +354,6 @@ def _scores_per_s(config: RunConfig, gpu: Gpu) -> float | None:
     spec, folder = config.teacher, config.teacher_folder
     if spec.kind != "engine" or folder is None:
         return None
-    refuse(
-        not spec.engine.num_gpus,
-        "teacher.engine.num_gpus=0 scores on CPUs, of which gpu= knows no rate: set 1, or give "
-        "rates=FILE, of a run with such an engine.",
-    )
     shape = Shape.of(read_config(folder), folder_parameters(folder))
     engine = EngineShape(spec.engine.tensor_parallel)
     return actor_rates(gpu, shape, engine, context=config.model.max_len).prefill_tokens_per_s

@@ -77,7 +77,7 @@ def completed(
 def look(config: RunConfig, *, trial: bool) -> Facts:
     """Measure the model, this machine and the rows, and, with `trial`, answers of the model."""
     from rlcore.cluster.ray_cluster import local_gpus
-    from rlcore.commands.memory import folder_parameters
+    from rlcore.models.sizes import folder_parameters
 
     tasks = make_tasks(config)
     task = next(iter(tasks.values()))

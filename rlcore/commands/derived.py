@@ -10,6 +10,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.buffer.admission import StalenessBound
 from rlcore.cluster.specs import joined_address
 from rlcore.config.kinds import dvp_of
+from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.centre import cautions as centre_cautions
@@ -33,8 +34,8 @@ def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> t
     """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: whether these roles
     exist."""
     engines = [*config.actor.values(), *filter(None, [evaluation_actor(config)])] if actors else []
-    if actors and learner and config.teacher.kind == "engine":
-        engines.append(config.teacher.engine.actor)
+    if actors and learner:
+        engines += [own.spec for part in PARTS for own in part.engines(config)]
     count, spec = ranks(config) if learner else 0, config.learner
     # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
     cpus = sum(a.count * a.num_cpus for a in engines) + count * spec.num_cpus
@@ -47,9 +48,8 @@ def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> t
 
 
 def ranks(config: RunConfig) -> int:
-    """Learner ranks, those of a co-trained draft included."""
-    draft = config.learner.draft
-    return config.learner.ranks + (draft.ranks if draft else 0)
+    """Learner ranks, those of parts included."""
+    return config.learner.ranks + sum(part.ranks(config) for part in PARTS)
 
 
 def follows_load(config: RunConfig) -> bool:

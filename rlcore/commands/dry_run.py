@@ -22,6 +22,7 @@ from rlcore.commands.node_places import check_idle, placed
 from rlcore.commands.preflight import Prepared, check_writable, prepare, refuse_another_run
 from rlcore.commands.warm_up import kept_at, kept_model
 from rlcore.config.compose import check_resume
+from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
 from rlcore.config.unread import unread
@@ -307,7 +308,9 @@ def _schedule(config: RunConfig) -> str:
 
 def _learner(config: RunConfig) -> list[str]:
     spec = config.learner
-    beside = {"lora": spec.lora, "distill": spec.distill, "draft": spec.draft}
+    beside: dict[str, Spec] = {"lora": spec.lora} if spec.lora else {}
+    for part in PARTS:
+        beside |= part.described(config) if part.setting(config) else {}
     engine = ", ".join(filter(None, [spec.engine, spec.facts.words(spec)]))
     return [
         f"{_count(derived.ranks(config), 'rank')} of {engine}, "
@@ -316,9 +319,7 @@ def _learner(config: RunConfig) -> list[str]:
         *filter(None, [derived.steps_in_flight(config)]),
         *_changed(spec),
         f"tried on the model only as it starts: {', '.join(spec.shortcuts)}",
-        *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
-        *([f"critic: {_settings(config.critic)}"] if config.critic.trained else []),
-        *([f"teacher: {_settings(config.teacher)}"] if config.teacher.used else []),
+        *(f"{name}: {_settings(own)}" for name, own in beside.items()),
     ]
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from rlcore.commands.derived import wire_dtype
+from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.engine_facts import RankLoad, RankMemory
 from rlcore.learner.specs import LoraSpec
-from rlcore.models.folder import read_config, read_shapes
-from rlcore.models.sizes import BYTES, GIB, ModelSizes, Parts, in_words, total
+from rlcore.models.folder import read_shapes
+from rlcore.models.sizes import (
+    BYTES,
+    GIB,
+    ModelSizes,
+    Parts,
+    folder_parameters,
+    folder_sizes,
+    in_words,
+    total,
+)
 from rlcore.models.specs import FreshModelSpec
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
@@ -29,17 +40,6 @@ def policy_parameters(config: RunConfig, tokenizer: Any) -> int:
         return count
     # LLaDA's form has no norms of queries and keys
     return count - 2 * config.model.fresh.head_dim * config.model.fresh.layers
-
-
-def folder_parameters(model_path: str) -> int:
-    """Parameters of a model folder, tied ones once. Reads file headers only."""
-    total = 0
-    for shape in read_shapes(model_path).values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
 
 
 def fresh_parameters(spec: FreshModelSpec, alphabet: int) -> int:
@@ -193,38 +193,20 @@ def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
 
 
 def _rank(config: RunConfig, sizes: ModelSizes) -> RankMemory | None:
-    """Memory of a learner rank with its critic and teachers; None: its engine does not state it."""
+    """Memory of a learner rank with its parts; None: its engine does not state it."""
     load = RankLoad(
         kl=_has_kl(config),
-        trained=_trained(config),
+        trained=_adapted(config, config.learner.lora),
         bucket_bytes=config.cluster.bucket_mib << 20,
         kept_width=BYTES[wire_dtype(config)] if config.cluster.full_weights_every > 1 else 0,
     )
     own = config.learner.facts.rank_memory(sizes, config.learner, load)
     if own is None:
         return None
-    beside = _critic(config, sizes) | _teacher(config, sizes)
+    beside: Parts = {}
+    for part in PARTS:
+        beside |= part.memory(config, sizes, partial(_adapted, config))
     return RankMemory(own.peak | beside, own.waiting | beside, own.host)
-
-
-def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
-    """Return the memory of a critic's own model and optimizer; its passes follow the policy's and
-    need no more. A head on the policy's states needs hardly any."""
-    if config.critic.kind != "model":
-        return {}
-    load = RankLoad(trained=_adapted(config, config.critic.lora))
-    held = config.learner.facts.rank_memory(sizes, config.learner, load)
-    return {"critic": total(held.waiting)} if held is not None else {}
-
-
-def _teacher(config: RunConfig, sizes: ModelSizes) -> Parts:
-    """Return what a teacher's own models hold; a folder of unusual names counts as the policy."""
-    spec = config.teacher
-    if spec.kind not in ("frozen", "previous"):
-        return {}
-    paths: list[str | None] = [*spec.paths.values()] or [spec.path]
-    found = [sizes if path is None else _folder(path) or sizes for path in paths]
-    return {"teacher": sum(config.learner.facts.frozen_bytes(own, config.learner) for own in found)}
 
 
 def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:
@@ -233,13 +215,11 @@ def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float,
     rank = _rank(config, sizes) if learner.num_gpus else None
     if rank is not None:
         yield "learner rank", learner.num_gpus, rank.peak
-    teacher = config.teacher
-    if teacher.kind == "engine" and teacher.engine.num_gpus:
-        path, actor = config.teacher_folder, teacher.engine.actor
-        own = sizes if path is None else _folder(path) or sizes
-        held = _engine(own, actor, "teacher.engine", 0, config.model.max_len)
+    for own in (e for part in PARTS for e in part.engines(config) if e.spec.num_gpus):
+        of_model = sizes if own.folder is None else folder_sizes(own.folder) or sizes
+        held = _engine(of_model, own.spec, own.key, 0, config.model.max_len)
         del held["arriving weights"]  # its weights stay
-        yield "teacher.engine rank", teacher.engine.gpu_memory_utilization, held
+        yield f"{own.key} rank", own.spec.gpu_memory_utilization, held
     for label, actor in config.actor.items():
         if actor.num_gpus and actor.kind != "draft":
             key = f"actor.{label}"
@@ -257,11 +237,6 @@ def _has_kl(config: RunConfig) -> bool:
     return config.algorithm.kl_coef > 0
 
 
-def _trained(config: RunConfig) -> float | None:
-    """Trained entries, where only adapters are trained; None: all."""
-    return _adapted(config, config.learner.lora)
-
-
 def _adapted(config: RunConfig, lora: LoraSpec | None) -> float | None:
     if lora is None:
         return None
@@ -274,14 +249,7 @@ def _sizes(config: RunConfig, tokenizer: Any) -> ModelSizes | None:
     if config.model.path is None:
         assert config.model.fresh is not None
         return _fresh(config.model.fresh, len(tokenizer))
-    return _folder(config.model.path)
-
-
-def _folder(path: str) -> ModelSizes | None:
-    try:
-        return ModelSizes.of(read_config(path), read_shapes(path))
-    except KeyError:
-        return None
+    return folder_sizes(config.model.path)
 
 
 def _fresh(spec: FreshModelSpec, alphabet: int) -> ModelSizes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.commands.derived import evaluation_actor
+from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.models.folder import ATTENTION_FILE, is_masked, read_config, weight_files
@@ -59,9 +60,12 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
         if (proposing := actor.speculate) is not None:
             key = f"actor.{label}.speculate.path"
             _compatible(config, key, proposing.path, size, tokenizer, "tokens that it proposes")
-    for key, path in _teachers(config).items():
-        model = _compatible(config, key, path, size, tokenizer, "distances to it")
-        _check_heads("teacher.engine", model, config.teacher.engine.actor)
+    for part in PARTS:
+        held = {own.folder: own for own in part.engines(config)}
+        for key, path in part.models(config).items():
+            model = _compatible(config, key, path, size, tokenizer, "distances to it")
+            if path in held:
+                _check_heads(held[path].key, model, held[path].spec)
     plain = evaluation_actor(config)
     if plain is not None:
         _check_heads(f"evaluation.dense_actor, as actor.{next(iter(config.actor))}", policy, plain)
@@ -158,14 +162,11 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
         config.learner.lora is not None,
         f"{whose}, which cannot be combined with learner.lora yet: set learner.lora=null.",
     )
-    unproven = {
-        f"teacher.kind={config.teacher.kind}": config.teacher.used,
-        f"critic.kind={config.critic.kind}": config.critic.trained,
-        "bitwise=true": config.bitwise,
-        f"learner.fp8={config.learner.fp8}": config.learner.fp8 != "none",
-        **{f"actor.{n}.speculate": a.speculate is not None for n, a in config.actor.items()},
-    }
-    used = next((setting for setting, on in unproven.items() if on), "")
+    unproven = [
+        *(part.setting(config) for part in PARTS if not part.with_experts),
+        *(f"actor.{n}.speculate" for n, a in config.actor.items() if a.speculate is not None),
+    ]
+    used = next(filter(None, unproven), "")
     refuse(bool(used), f"{whose}, which is not proven with {used}: choose a dense model.")
     for label, actor in config.actor.items():
         refuse(
@@ -409,13 +410,6 @@ def _draft(
     """The draft's config.json. `vocab_size`, `tokenizer`: the policy's."""
     key = f"actor.{label}.draft_path"
     return _compatible(config, key, path, vocab_size, tokenizer, "ratios between them")
-
-
-def _teachers(config: RunConfig) -> dict[str, str]:
-    """Folders of teachers by key."""
-    spec = config.teacher
-    found = {f"teacher.paths.{task}": path for task, path in spec.paths.items()}
-    return found | ({"teacher.path": spec.path} if spec.path is not None else {})
 
 
 # six parameters: the policy's part is what the model is compared with

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlcore.commands import derived
+from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.rollout.specs import ActorSpec
@@ -62,8 +63,7 @@ def roles(config: RunConfig) -> list[Role]:
     engines: dict[str, ActorSpec] = dict(config.actor)
     if (plain := derived.evaluation_actor(config)) is not None:
         engines["evaluation"] = plain
-    if config.teacher.kind == "engine":
-        engines["teacher"] = config.teacher.engine.actor
+    engines |= {own.role: own.spec for part in PARTS for own in part.engines(config)}
     ranks, learner = derived.ranks(config), config.learner
     found, shared = [], 0
     for label, actor in engines.items():

@@ -17,19 +17,18 @@ from rlcore.commands.model_checks import require_end
 from rlcore.commands.preflight import Prepared, note, open_run_dir, prepare
 from rlcore.commands.processes import connected, environment_jobs, hosting, policy_job
 from rlcore.config.compose import to_yaml
+from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.environments import environment_maker
 from rlcore.errors import UserError
 from rlcore.files import replace_file
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
-from rlcore.learner.specs import CriticSpec
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.carried import copy_files
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
 from rlcore.models.text import encode_text
-from rlcore.objectives.specs import TeacherSpec
 from rlcore.registry import load_object
 from rlcore.rooms import from_room
 from rlcore.seeding import derive_seed
@@ -237,7 +236,9 @@ def example(
 
 
 def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
-    """The run's configuration for its warm-up: the whole model, without companions or KL."""
+    """The run's configuration for its warm-up: the whole model, without parts or KL."""
+    for part in PARTS:
+        config = part.plain(config)
     learner = {
         "lr": warmup.lr,
         "lr_warmup_steps": warmup.lr_warmup_steps,
@@ -245,9 +246,6 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
         "lr_decay_steps": None,
         "lr_final": 0.0,
         "lora": None,
-        "distill": None,
-        "train_sparse": False,
-        "round_as": None,
         "max_threads": None,  # a kept model depends on no load
     }
     return config.model_copy(
@@ -255,9 +253,6 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
             "learner": config.learner.model_copy(update=learner),
             "schedule": config.schedule.model_copy(update={"steps": warmup.steps}),
             "algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0}),
-            "critic": CriticSpec(),
-            "bitwise": False,  # a kept model is that of any run
-            "teacher": TeacherSpec(),
         }
     )
 

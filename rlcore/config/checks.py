@@ -18,15 +18,8 @@ from rlcore.config.kinds import (
     dvp_of,
     shown,
 )
-from rlcore.config.learner_checks import (
-    check_bitwise,
-    check_critic,
-    check_fp8,
-    check_layers,
-    check_round_as,
-    check_teacher,
-)
 from rlcore.config.names import check_names, load_objectives
+from rlcore.config.parts import PARTS
 from rlcore.config.places import check_colocated, check_gpu_shares
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
@@ -385,21 +378,6 @@ def _drafts(c: RunConfig) -> None:
             f"evaluation.dense_actor=false would evaluate the draft of {key} instead of the "
             "policy: leave it null or true.",
         )
-    if c.learner.draft is None:
-        return
-    phase, period = c.schedule.phases.steps, c.schedule.steps_per_publish
-    # Resumed between two publishes, the draft would follow a newer policy than uninterrupted.
-    refuse(
-        c.schedule.synchronous and phase < period,
-        f"schedule.steps_per_publish={period} with phases of {phase} steps and "
-        "schedule.max_staleness=0 cannot be combined with learner.draft, which follows the policy "
-        f"as it was published: use steps_per_publish={phase}.",
-    )
-    refuse(
-        len(c.actor) > 1 or any(a.kind != "draft" for a in c.actor.values()),
-        "learner.draft trains the draft on its own rollouts: every actor must be of one and the "
-        "same kind=draft (actor=draft).",
-    )
 
 
 def _heads(c: RunConfig) -> None:
@@ -416,32 +394,6 @@ def _heads(c: RunConfig) -> None:
                 f"attention of {actor.engine} has on CPU, where actor.{label} runs: use one of "
                 f"{', '.join(map(str, heads))}.",
             )
-
-
-def _sparse_learning(c: RunConfig) -> None:
-    """The learner follows the actors' sparse attention: by a copy beside the policy, or itself."""
-    learner, actors = c.learner, list(c.actor.items())
-    rules = [actor.sparse for _, actor in actors]
-    same_rule = rules[0] is not None and all(rule == rules[0] for rule in rules)
-    kinds = ", ".join(f"actor.{label}.kind={actor.kind}" for label, actor in actors)
-    on = {
-        "learner.distill": learner.distill is not None,
-        "learner.train_sparse": learner.train_sparse,
-    }
-    for key in (key for key, used in on.items() if used):
-        refuse(
-            not same_rule,
-            f"{key} needs every actor to be sparse with one and the same actor.*.sparse section: "
-            f"it has {kinds}.",
-        )
-    if learner.distill is None:
-        return
-    # The learner's own top k is not what the sparse actors drew from.
-    refuse(
-        learner.distill.kl == "topk" and c.rollout.logprobs_k < 1,
-        "learner.distill.kl=topk needs the actors' top log-probs, and "
-        f"rollout.logprobs_k={c.rollout.logprobs_k}: use at least 1.",
-    )
 
 
 def _diffusion(c: RunConfig) -> None:
@@ -463,12 +415,7 @@ RULES = (
     check_kinds,
     check_shares,
     check_targets,
-    check_round_as,
-    check_bitwise,
-    check_critic,
-    check_teacher,
-    check_layers,
-    check_fp8,
+    *(part.check for part in PARTS),
     _epochs,
     _losses,
     _whole_corrections,
@@ -476,7 +423,6 @@ RULES = (
     _threads,
     _drafts,
     _heads,
-    _sparse_learning,
     check_adapters,
     check_colocated,
     check_transport,

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from rlcore.config.kinds import dvp_of, shown
+from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.spec import refuse
 
@@ -63,10 +64,6 @@ def _section(name: str) -> Feature:
     return Feature(used, f"learner.{name}=null")
 
 
-def _layers(kind: str) -> Feature:
-    return Feature(lambda c: c.learner.layers == kind and f"learner.layers={kind}", "layers=torch")
-
-
 def _cut(c: RunConfig) -> str | bool:
     r, dvp = c.rollout, dvp_of(c) is not None
     on = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0 and not dvp}
@@ -112,28 +109,13 @@ WAYS: dict[str, Feature] = {
         "activation_cache_mib=0",
     ),
     "router replay": _switch("router_replay"),
-    "sparse training": _switch("train_sparse"),
-    "sparse copy": _section("distill"),
-    "trained draft": _section("draft"),
     "offloaded optimizer": Feature(_offload, "learner.offload.optimizer=none"),
     "making room": _switch("offload_while_sampling"),
     "parts of experts": _counted("expert_parallel"),
     "masked diffusion": Feature(
         lambda c: c.model.diffusion is not None and "model.diffusion", "model.diffusion=null"
     ),
-    "critic": Feature(lambda c: c.critic.trained and f"critic.kind={c.critic.kind}", "critic=none"),
-    "bitwise": Feature(lambda c: c.bitwise and "bitwise=true", "bitwise=false"),
-    "rounding learner": Feature(
-        lambda c: c.learner.round_as and f"learner.round_as={c.learner.round_as}", "round_as=null"
-    ),
-    "teacher": Feature(
-        lambda c: c.teacher.used and f"teacher.kind={c.teacher.kind}", "teacher=none"
-    ),
-    "Liger's layers": _layers("liger"),
-    "compiled layers": _layers("compiled"),
-    "FP8 products": Feature(
-        lambda c: c.learner.fp8 != "none" and f"learner.fp8={c.learner.fp8}", "fp8=none"
-    ),
+    **{part.name: Feature(part.setting, part.without) for part in PARTS},
 }
 OTHERS: dict[str, Feature] = {
     "value head": Feature(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import written
 from rlcore.engine_facts import EngineFacts, foreign
@@ -46,8 +47,9 @@ def _asked_for(c: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
     if c.learner.step_bound is not None:
         said = f"learner.step_bound={c.learner.step_bound:g}"
         yield said, ("rate", "hold"), "learner.step_bound=null"
-    if c.critic.trained:
-        yield f"critic.kind={c.critic.kind}", ("outputs",), "critic=none"
+    for part in PARTS:
+        if part.methods and part.setting(c):
+            yield part.setting(c), part.methods, part.without
 
 
 def _check_methods(c: RunConfig) -> None:

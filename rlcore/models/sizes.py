@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlcore.models.folder import read_config, read_shapes
+
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
@@ -95,6 +97,19 @@ class ModelSizes:
     def key_bytes(self, tokens: int, width: int = 2) -> float:
         """Keys and values of a sequence."""
         return 2.0 * self.layer.layers * self.layer.keys * width * tokens
+
+
+def folder_parameters(model_path: str) -> int:
+    """Parameters of a model folder, tied ones once. Reads file headers only."""
+    return sum(math.prod(shape) for shape in read_shapes(model_path).values())
+
+
+def folder_sizes(model_path: str) -> ModelSizes | None:
+    """Sizes of a model folder; None for a config.json with unusual names."""
+    try:
+        return ModelSizes.of(read_config(model_path), read_shapes(model_path))
+    except KeyError:
+        return None
 
 
 def total(parts: Parts) -> float:

@@ -5,11 +5,11 @@ import pytest
 from rlcore.advisor.planner.gpus import (
     GPUS,
     SHAPES,
-    Beside,
     EngineShape,
     actor_rates,
     learner_rates,
 )
+from rlcore.config.parts.part import Work
 
 H100, MODEL = GPUS["h100"], SHAPES["qwen3-8b"]
 
@@ -54,7 +54,7 @@ def test_the_learner_takes_three_times_its_pass_without_gradient_and_scales_with
 
 def test_a_critic_of_the_policy_s_size_doubles_the_work_of_a_step():
     plain, size = learner_rates(H100, MODEL, 2), MODEL.parameters
-    critic = learner_rates(H100, MODEL, 2, Beside(size, 6 * size, 2 * size))
+    critic = learner_rates(H100, MODEL, 2, Work(size, 6 * size, 2 * size))
     assert critic.token_s == pytest.approx(2 * plain.token_s)
     assert critic.step_s - 0.05 == pytest.approx(2 * (plain.step_s - 0.05))
     assert critic.phase_token_s == pytest.approx(plain.ref_token_s) and plain.phase_token_s == 0

@@ -7,7 +7,6 @@ import pytest
 from structure import ROOT
 
 from rlcore.advisor.plan import work_beside
-from rlcore.advisor.planner.gpus import Shape
 from rlcore.advisor.planner.specs import Rates
 from rlcore.cli import main
 from rlcore.config.compose import load
@@ -155,14 +154,14 @@ def test_critics_and_teachers_are_counted_in_the_learner(monkeypatch):
 
     def counted(*words):
         config = load(["run_dir=/tmp/x", *words])
-        found = work_beside(config, Shape(1.0, 1, 1, 1))
+        found = work_beside(config, 1.0)
         return found.trained, found.step_flops, found.phase_flops
 
     assert counted() == (0, 0, 0)
     assert counted("algorithm=ppo", "critic=model") == (1, 6, 2)
     assert counted("algorithm=ppo", "critic=value_head") == (0, 2, 2)
     assert counted("teacher=policy") == (0, 0, 4)
-    monkeypatch.setattr("rlcore.advisor.plan.folder_parameters", lambda path: 5.0)
+    monkeypatch.setattr("rlcore.config.parts.teacher.folder_parameters", lambda path: 5.0)
     assert counted("teacher=frozen", "teacher.path=here") == (0, 0, 10)
     assert counted("teacher=frozen", "teacher.path=here", "teacher.top_k=null") == (0, 10, 0)
     assert counted("teacher=engine", "teacher.path=here") == (0, 0, 0)

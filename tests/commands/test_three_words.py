@@ -11,12 +11,13 @@ import rlcore
 from rlcore import cli
 from rlcore.api_inputs import Inputs, as_words
 from rlcore.commands.choices import Facts, choices, completed
-from rlcore.commands.memory import folder_parameters, stored_bytes
+from rlcore.commands.memory import stored_bytes
 from rlcore.commands.trial import Tried
 from rlcore.config.compose import load
 from rlcore.config.groups import three_words
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_fresh_model
+from rlcore.models.sizes import folder_parameters
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.tasks import make_task

@@ -454,7 +454,7 @@ REFUSED = [  # words; parts that the sentence must hold
     *(
         (
             ["learner=zero3", "learner.offload.optimizer=cpu", *words],
-            ["learner.offload.optimizer=cpu is not proven", says],
+            ["is not proven", "learner.offload.optimizer=cpu", says],
         )
         for words, says in (
             (["actor=sparse", DISTILL], "learner.distill"),
@@ -472,7 +472,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["learner.ranks=3", "learner.expert_parallel=2"], ["learner.ranks=3", "choose one of 1, 3"]),
     ([*EXPERTS, "learner=zero3"], ["learner.expert_parallel=2", "zero_stage=3", "0, 1 or 2"]),
     *(
-        ([*EXPERTS, f"learner.{word}"], ["learner.expert_parallel=2 is not proven", says])
+        ([*EXPERTS, f"learner.{word}"], ["is not proven", "learner.expert_parallel=2", says])
         for word, says in (
             ("sequence_parallel=2", "learner.sequence_parallel=2"),
             ("tensor_parallel=2", "learner.tensor_parallel=2"),
@@ -484,7 +484,7 @@ REFUSED = [  # words; parts that the sentence must hold
         )
     ),
     *(
-        ([*EXPERTS, "actor=sparse", word], ["learner.expert_parallel=2 is not proven"])
+        ([*EXPERTS, "actor=sparse", word], ["is not proven", "learner.expert_parallel=2"])
         for word in (DISTILL, "learner.train_sparse=true")
     ),
     (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),

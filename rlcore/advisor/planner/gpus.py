@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.advisor.planner.specs import ActorRates, LearnerRates
+from rlcore.config.parts.part import NO_WORK, Work
 from rlcore.metrics.limit import PASS, TRAINED
 
 GB, TERA = 1e9, 1e12
@@ -114,17 +115,7 @@ def actor_rates(gpu: Gpu, shape: Shape, engine: EngineShape, *, context: float) 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The work of a learner's ranks beside the policy. Example, a critic of the policy's size P:
-    Beside(trained=P, step_flops=6 * P, phase_flops=2 * P)"""
-
-    trained: float = 0.0  # further parameters with an optimizer
-    step_flops: float = 0.0  # a token, of every step
-    phase_flops: float = 0.0  # a token, before a phase
-
-
-def learner_rates(gpu: Gpu, shape: Shape, gpus: int, beside: Beside = Beside()) -> LearnerRates:
+def learner_rates(gpu: Gpu, shape: Shape, gpus: int, beside: Work = NO_WORK) -> LearnerRates:
     """Rates of all ranks together, one on each of `gpus`: 6 FLOPs a parameter and token, 2 for a
     pass without gradient."""
     flops = gpus * TERA * gpu.bf16 * TRAIN_REACHED
