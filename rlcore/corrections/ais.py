@@ -23,7 +23,7 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -41,6 +41,13 @@ class AisSpec(CorrectionSpec):
     its gradient lies between that of no correction and that of tis."""
 
     method: ClassVar[str] = "rlcore.corrections.ais:Ais"
+    statistics: ClassVar[Statistics] = {
+        "alpha": ("1", "share of the correction, mean over the tokens; 0 off, 1 full"),
+        "alpha_ess": ("1", "the signal of the effective sample size"),
+        "alpha_mis": ("1", "the signal of the mismatch"),
+        "alpha_var": ("1", "the signal of the variance"),
+        "n_star": ("answers", "alpha=n_star: answers at which half of the correction is applied"),
+    }
     weighs: ClassVar[bool] = True
 
     unread: ClassVar[tuple[Unread, ...]] = (

@@ -17,7 +17,7 @@ from rlcore.corrections.numerics import (
     sums,
     token_uniforms,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import Bias
@@ -34,6 +34,10 @@ class ClipCovSpec(CorrectionSpec):
     Biased by the mask of tokens drawn among those of large covariance."""
 
     method: ClassVar[str] = "rlcore.corrections.covariance:ClipCov"
+    statistics: ClassVar[Statistics] = {
+        "masked_share": ("share", "tokens with weight 0"),
+        "candidate_share": ("share", "tokens with a covariance between the bounds"),
+    }
 
     share: float = setting(2e-4, "of the batch's tokens weighs 0 (r)", ge=0, le=1)
     low: float = setting(1.0, "drawn among tokens with a covariance above this")
@@ -57,6 +61,9 @@ class KlCovSpec(CorrectionSpec):
     Biased by the penalty, which is not of the reward."""
 
     method: ClassVar[str] = "rlcore.corrections.covariance:KlCov"
+    statistics: ClassVar[Statistics] = {
+        "penalised_share": ("share", "tokens with a penalty"),
+    }
 
     share: float = setting(2e-4, "of the batch's tokens, the largest covariances (k)", ge=0, le=1)
     coef: float = setting(1.0, "weight of their KL between p_new and p_ref (beta)", ge=0)

@@ -21,7 +21,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -41,6 +41,12 @@ class DppoSpec(CorrectionSpec):
     one."""
 
     method: ClassVar[str] = "rlcore.corrections.dppo:Dppo"
+    statistics: ClassVar[Statistics] = {
+        "truncated_share": ("share", "tokens whose weight is cut at its cap"),
+        "masked_high_share": ("share", "tokens masked above the trust region"),
+        "masked_low_share": ("share", "tokens masked below the trust region"),
+        "reversed_share": ("share", "region=smooth: tokens whose update leads back"),
+    }
     weighs: ClassVar[bool] = True
     leads_to_new: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True

@@ -8,7 +8,7 @@ from math import exp, log
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rlcore.corrections.numerics import require, total
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import Bias
@@ -28,6 +28,11 @@ class DvpSpec(CorrectionSpec):
     sequences that are dropped for one token outside."""
 
     method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
+    statistics: ClassVar[Statistics] = {
+        "outside_share": ("share", "tokens outside the learner's safe set"),
+        "sequence_outside_share": ("share", "sequences with such a token"),
+        "coverage_mean": ("probability", "mass of the learner's safe set"),
+    }
     sequence_wise: ClassVar[bool] = True
     zeroes: ClassVar[bool] = True
     fixed: ClassVar[Mapping[str, str]] = {"rho": Fixed.SAMPLED}

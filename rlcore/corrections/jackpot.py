@@ -42,7 +42,7 @@ from rlcore.corrections.numerics import (
     token_uniforms,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce, WeighAt
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -63,6 +63,17 @@ class JackpotSpec(CorrectionSpec):
     tokens that stay do not follow p_t, or their weights are given to all tokens."""
 
     method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"
+    statistics: ClassVar[Statistics] = {
+        "truncated_share": ("share", "tokens whose weight is cut at its cap"),
+        "c2_truncated_share": ("share", "tokens whose factor back to p_ref is cut at c2"),
+        "acceptance": ("share", "tokens accepted"),
+        "acceptance_expected": ("share", "mean probability of acceptance"),
+        "weight_mean": ("1", "mean weight"),
+        "z": ("probability", "normaliser, its bias corrected"),
+        "z_approx": ("probability", "normaliser on the stored top k"),
+        "kappa": ("1", "bias correction of z_approx"),
+        "unknown_share": ("share", "top-k entries of the learner that the actor did not return"),
+    }
     weighs: ClassVar[bool] = True
 
     unread: ClassVar[tuple[Unread, ...]] = (

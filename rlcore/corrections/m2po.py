@@ -18,7 +18,7 @@ from rlcore.corrections.numerics import (
     smallest_that_fit,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.kl import CLAMP
@@ -38,6 +38,10 @@ class M2poSpec(CorrectionSpec):
     Biased by the mask of what exceeds the budget."""
 
     method: ClassVar[str] = "rlcore.corrections.m2po:M2po"
+    statistics: ClassVar[Statistics] = {
+        "masked_share": ("share", "tokens with weight 0"),
+        "second_moment": ("nats^2", "mean squared log ratio before the mask"),
+    }
     follows_weights: ClassVar[bool] = True
 
     budget: float = setting(

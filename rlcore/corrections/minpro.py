@@ -13,7 +13,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     share,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -31,6 +31,9 @@ class MinproSpec(CorrectionSpec):
     unless that is empty."""
 
     method: ClassVar[str] = "rlcore.corrections.minpro:Minpro"
+    statistics: ClassVar[Statistics] = {
+        "truncated_share": ("share", "tokens whose weight is cut at its cap"),
+    }
     weighs: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 

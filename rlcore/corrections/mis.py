@@ -13,7 +13,7 @@ from rlcore.corrections.numerics import (
     require,
     share,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -31,6 +31,9 @@ class MisSpec(CorrectionSpec):
     ratio of no sequence longer than one token."""
 
     method: ClassVar[str] = "rlcore.corrections.mis:Mis"
+    statistics: ClassVar[Statistics] = {
+        "masked_share": ("share", "tokens with weight 0"),
+    }
     weighs: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 

@@ -12,7 +12,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -29,6 +29,10 @@ class OpsmSpec(CorrectionSpec):
     Biased by the mask: a sequence that did badly and is far from p_inf is not made less likely."""
 
     method: ClassVar[str] = "rlcore.corrections.opsm:Opsm"
+    statistics: ClassVar[Statistics] = {
+        "masked_share": ("share", "tokens of masked sequences"),
+        "kl_mean": ("nats", "mean KL estimate of a sequence"),
+    }
     sequence_wise: ClassVar[bool] = True
 
     delta: float = setting(

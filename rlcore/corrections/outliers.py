@@ -14,7 +14,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -34,6 +34,10 @@ class OutliersSpec(CorrectionSpec):
     Biased by the mask of what exceeds the threshold."""
 
     method: ClassVar[str] = "rlcore.corrections.outliers:Outliers"
+    statistics: ClassVar[Statistics] = {
+        "masked_share": ("share", "tokens with weight 0"),
+        "divergence_mean": ("nats", "mean of the divergence that tokens are judged by"),
+    }
     follows_weights: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 

@@ -12,7 +12,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -30,6 +30,11 @@ class RapidSpec(CorrectionSpec):
     term in its baseline, which `leave_one_out` removes."""
 
     method: ClassVar[str] = "rlcore.corrections.rapid:Rapid"
+    statistics: ClassVar[Statistics] = {
+        "weight_mean": ("1", "mean weight"),
+        "log_weight_mean": ("nats", "mean log weight of a sequence"),
+        "clipped_share": ("share", "sequences whose weight is clipped"),
+    }
     weighs: ClassVar[bool] = True
     leads_to_new: ClassVar[bool] = True
     replaces_advantage: ClassVar[str] = "group_mean"

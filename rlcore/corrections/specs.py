@@ -20,12 +20,17 @@ from rlcore.objectives.protocols import Bias
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec
 
+#: figures of a batch by name: (unit, meaning)
+Statistics = Mapping[str, tuple[str, str]]
+
 
 class CorrectionSpec(Spec):
     """Base of all specifications: facts about the method."""
 
     #: "package.module:Class" of the method, built as Class(spec, run_seed)
     method: ClassVar[str] = ""
+    #: what it records as `correction/<name>/<statistic>`
+    statistics: ClassVar[Statistics] = {}
     #: whether it multiplies the objective by an importance ratio towards the learner's policy:
     #: two such corrections would correct the same mismatch twice and are refused
     weighs: ClassVar[bool] = False

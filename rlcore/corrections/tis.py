@@ -16,7 +16,7 @@ from rlcore.corrections.numerics import (
     share,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
@@ -34,6 +34,10 @@ class TisSpec(CorrectionSpec):
     for truncated ratios is not 1."""
 
     method: ClassVar[str] = "rlcore.corrections.tis:Tis"
+    statistics: ClassVar[Statistics] = {
+        "truncated_share": ("share", "tokens whose weight is cut at its cap or floor"),
+        "batch_mean": ("1", "mean weight of the batch, which normalised weights are divided by"),
+    }
     weighs: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 

@@ -6,7 +6,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rlcore.corrections.numerics import choice, log_difference, require, same_shape, sums
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.spec import setting
@@ -22,6 +22,10 @@ class VcpoSpec(CorrectionSpec):
     It scales a whole step, and leaves the expected gradient's direction as it is."""
 
     method: ClassVar[str] = "rlcore.corrections.vcpo:Vcpo"
+    statistics: ClassVar[Statistics] = {
+        "ess": ("share", "effective sample size of the sequence weights"),
+        "step_scale": ("1", "factor of the learning rate"),
+    }
     sequence_wise: ClassVar[bool] = True
 
     rule: Literal["sqrt", "linear"] = setting(

@@ -13,7 +13,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     share,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import Bias
@@ -30,6 +30,9 @@ class VespSpec(CorrectionSpec):
     Biased by the kernel, which with k=1 and lam=0 is the ratio itself."""
 
     method: ClassVar[str] = "rlcore.corrections.vesp:Vesp"
+    statistics: ClassVar[Statistics] = {
+        "suppressed_share": ("share", "tokens whose kernel is below 0.5"),
+    }
     weighs: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 

@@ -11,7 +11,7 @@ from rlcore.corrections.numerics import (
     same_shape,
     total,
 )
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.objectives.protocols import Bias
 from rlcore.spec import setting
@@ -27,6 +27,9 @@ class VetoSpec(CorrectionSpec):
     Biased by the dropped sequences, which leave the denominators too."""
 
     method: ClassVar[str] = "rlcore.corrections.veto:Veto"
+    statistics: ClassVar[Statistics] = {
+        "vetoed_share": ("share", "sequences dropped"),
+    }
 
     threshold: float = setting(
         1e-4, "a token with p_ref/p_inf below drops its sequence", gt=0, lt=1

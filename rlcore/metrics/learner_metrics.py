@@ -1,6 +1,10 @@
 """Metrics of the learner: corrections, losses and training batches."""
 
+from collections.abc import Iterator
+
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.metrics.metric import CUT, FLAT, Metric
+from rlcore.registry import load_object
 
 CORRECTION = "see the page of the correction under [Corrections](corrections/index.md)"
 ESS = "[ESS falls](troubleshooting.md#ess-falls)"
@@ -8,58 +12,19 @@ NEVER_BINDS = "[The clip never binds](troubleshooting.md#the-clip-never-binds)"
 CLIPS = "0 in phases of one step, below 0.3 in longer ones"
 CLIPPED = f"{NEVER_BINDS}; above it lower `learner.lr` or the phase's steps"
 
-#: a correction's own statistics: name, unit, meaning
-STATISTICS = (
-    (
-        "truncated_share",
-        "share",
-        "tis, minpro, dppo, jackpot: tokens whose weight is cut at its cap (tis: or floor)",
-    ),
-    ("c2_truncated_share", "share", "jackpot: tokens whose factor back to p_ref is cut at c2"),
-    (
-        "masked_share",
-        "share",
-        "mis, icepop, m2po, outliers, clip_cov: tokens with weight 0; opsm: of masked sequences",
-    ),
-    ("masked_high_share", "share", "dppo: tokens masked above the trust region"),
-    ("masked_low_share", "share", "dppo: tokens masked below the trust region"),
-    ("outside_share", "share", "dvp: tokens outside the learner's safe set"),
-    ("sequence_outside_share", "share", "dvp: sequences with such a token"),
-    ("coverage_mean", "probability", "dvp: mass of the learner's safe set"),
-    ("acceptance", "share", "jackpot: tokens accepted"),
-    ("acceptance_expected", "share", "jackpot: mean probability of acceptance"),
-    ("weight_mean", "1", "jackpot, rapid: mean weight"),
-    ("z", "probability", "jackpot: normaliser, its bias corrected"),
-    ("z_approx", "probability", "jackpot: normaliser on the stored top k"),
-    ("kappa", "1", "jackpot: bias correction of z_approx"),
-    (
-        "unknown_share",
-        "share",
-        "jackpot: top-k entries of the learner that the actor did not return",
-    ),
-    ("kl_mean", "nats", "opsm: mean KL estimate of a sequence"),
-    ("log_weight_mean", "nats", "rapid: mean log weight of a sequence"),
-    ("clipped_share", "share", "rapid: sequences whose weight is clipped"),
-    ("vetoed_share", "share", "veto: sequences dropped"),
-    ("ess", "share", "vcpo: effective sample size of the sequence weights"),
-    ("step_scale", "1", "vcpo: factor of the learning rate"),
-    ("alpha", "1", "ais: share of the correction, mean over the tokens; 0 off, 1 full"),
-    ("alpha_ess", "1", "ais: the signal of the effective sample size"),
-    ("alpha_mis", "1", "ais: the signal of the mismatch"),
-    ("alpha_var", "1", "ais: the signal of the variance"),
-    (
-        "n_star",
-        "answers",
-        "ais with alpha=n_star: answers at which half of the correction is applied",
-    ),
-    ("batch_mean", "1", "tis: mean weight of the batch, which normalised weights are divided by"),
-    ("second_moment", "nats^2", "m2po: mean squared log ratio before the mask"),
-    ("divergence_mean", "nats", "outliers: mean of the divergence that tokens are judged by"),
-    ("candidate_share", "share", "clip_cov: tokens with a covariance between the bounds"),
-    ("penalised_share", "share", "kl_cov: tokens with a penalty"),
-    ("suppressed_share", "share", "vesp: tokens whose kernel is below 0.5"),
-    ("reversed_share", "share", "dppo, region=smooth: tokens whose update leads back"),
-)
+
+def _statistics() -> Iterator[Metric]:
+    """The statistics that corrections declare; several may have one of the same name."""
+    found: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for label, where in CORRECTIONS.items():
+        for name, said in load_object(where).statistics.items():
+            found.setdefault(name, {}).setdefault(said, []).append(label)
+    for name, by_meaning in found.items():
+        said = "; ".join(f"{', '.join(who)}: {text}" for (_, text), who in by_meaning.items())
+        unit = next(iter(by_meaning))[0]
+        usual = "depends on the correction"
+        yield Metric(f"correction/<name>/{name}", unit, said, healthy=usual, otherwise=CORRECTION)
+
 
 LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
@@ -100,16 +65,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         healthy="below 0.1",
         otherwise=ESS,
     ),
-    *(
-        Metric(
-            f"correction/<name>/{name}",
-            unit,
-            meaning,
-            healthy="depends on the correction",
-            otherwise=CORRECTION,
-        )
-        for name, unit, meaning in STATISTICS
-    ),
+    *_statistics(),
     Metric(
         "correction/<name>/tail_mass",
         "share",

@@ -299,9 +299,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
     ),
     Metric("step_bound/bound", "nats", "`learner.step_bound`, for step_bound/answer_kl"),
     Metric(
-        "step_bound/floor",
-        "nats",
-        "mean k3 of fresh tokens: rounding, sparse attention, drafts",
+        "step_bound/floor", "nats", "mean k3 of fresh tokens: rounding, sparse attention, drafts"
     ),
     Metric(
         "step_bound/kappa",

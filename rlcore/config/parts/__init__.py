@@ -1,5 +1,5 @@
-"""The parts that a learner may have besides the plain policy, each in a file of this folder that
-declares what the readers of a configuration ask of it (`part.py: LearnerPart`)."""
+"""The parts that a learner may have besides the plain policy. Each declares what the readers of a
+configuration ask of it (`part.py: LearnerPart`)."""
 
 from rlcore.config.parts.bitwise import BitwisePart
 from rlcore.config.parts.companions import DraftPart, SparseCopyPart, SparseTrainingPart

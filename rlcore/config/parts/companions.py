@@ -1,5 +1,5 @@
-"""Models that are trained beside the policy so that actors sample with them: a sparse copy of it,
-and a draft; and the policy that attends as its sparse actors do."""
+"""Models that are trained with the policy so that actors sample with them: a sparse copy and a
+draft. Here too: the policy that attends as its sparse actors do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of values beside the policy."""
+"""A model of values that is trained with the policy."""
 
 from __future__ import annotations
 

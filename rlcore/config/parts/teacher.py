@@ -1,4 +1,4 @@
-"""A policy that the trained one is led to, in the learner's ranks or in engines of its own."""
+"""A policy that the trained one is led to, in the learner's ranks or in further engines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class TeacherPart(LearnerPart):
         return f"teacher.kind={c.teacher.kind}" if c.teacher.used else ""
 
     def check(self, c: RunConfig) -> None:
-        """A teacher whose scores are those of the policy's tokens, and a run that learns
-        something."""
+        """Require something that the run learns from."""
         refuse(
             c.algorithm.reward_weight == 0 and not c.teacher.used,
             "algorithm.reward_weight=0 leaves nothing to learn from without a teacher: use "
@@ -48,7 +47,7 @@ class TeacherPart(LearnerPart):
         return {"teacher": c.teacher}
 
     def memory(self, c: RunConfig, sizes: ModelSizes, adapted: Adapted) -> Parts:
-        """Bytes of its own models; a folder of unusual names counts as the policy."""
+        """Bytes of the teacher's models; a folder of unusual names counts as the policy."""
         if c.teacher.kind not in ("frozen", "previous"):
             return {}
         found = [sizes if path is None else folder_sizes(path) or sizes for path in _paths(c)]
@@ -56,7 +55,7 @@ class TeacherPart(LearnerPart):
         return {"teacher": sum(facts.frozen_bytes(own, c.learner) for own in found)}
 
     def work(self, c: RunConfig, parameters: float) -> Work:
-        """Scores are taken before a phase, or beside each pass over the whole vocabulary. An
+        """Scores are taken before a phase, or in each pass over the whole vocabulary. An
         episode behind a context is taken for two, and of several teachers the largest for all
         tasks."""
         spec = c.teacher
