@@ -15,6 +15,13 @@ from rlcore.dumps.measure import ALL, Measured, measure
 from rlcore.dumps.rows import OPTIONAL
 
 ADVISED = 3  # exit code
+# What no dump can hold, and what it would tell.
+UNREAD = {
+    "the learner's hidden states, which no dump holds,": (
+        "drift and this model's own N* (answers=N compares a step with a typical N*): runs of "
+        "rlcore measure them at each step (mismatch/drift, mismatch/n_star)"
+    )
+}
 LIMITS = (
     "The table comes from studies of models below 1B parameters and from worlds that are "
     "enumerated (docs/evidence.md)."
@@ -38,12 +45,12 @@ def diagnose(sources: Any, answers: int = 0) -> Diagnosis:
     return Diagnosis(
         rows=counts.rows,
         files=tuple(counts.files),
-        layouts=tuple(dict.fromkeys(counts.layouts)),
+        layouts=tuple(counts.layouts),
         figures=figures,
         advice=_advice(every, holding, use),
         use=use,
         left_out=tuple(told),
-        lacking={name: why for name, why in OPTIONAL.items() if name not in had},
+        lacking={name: why for name, why in OPTIONAL.items() if name not in had} | UNREAD,
     )
 
 

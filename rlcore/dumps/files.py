@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from rlcore.dumps.layouts import Layout, layout_of
 from rlcore.dumps.rows import Row, WrongRow, row_of
 from rlcore.errors import UserError
 
-AT_ONCE = 64  # rows of a Parquet file in memory
+AT_ONCE = 16  # rows of a Parquet file in memory
+LONGEST_LINE = 128 << 20  # bytes
 SHOWN = 8  # kinds of wrong rows that are named
-Wrong = tuple[str, str]  # column, why
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class Read:
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # by column and reason, without places
     first: dict[str, str] = field(default_factory=dict)  # where each reason was met first
-    vocabularies: set[int] = field(default_factory=set)
+    vocabulary: int | None = None
+    certain: int = 0  # rows that begin or end with log-probs of 0 in both columns
 
     def leave_out(self, wrong: WrongRow, place: str) -> None:
         reason = f"{wrong.column} {_general(wrong.why)}"
@@ -37,10 +39,19 @@ class Read:
 
     def told(self) -> list[str]:
         """A sentence for each reason, the most frequent first."""
-        return [
+        told = [
             f"{count} row{'s' if count > 1 else ''} left out, the first {self.first[reason]}."
             for reason, count in self.left_out.most_common(SHOWN)
         ]
+        if (more := len(self.left_out) - SHOWN) > 0:
+            told.append(f"Rows were left out for {more} other reasons, too.")
+        if self.certain:
+            told.append(
+                f"{self.certain} row{'s begin or end' if self.certain > 1 else ' begins or ends'} "
+                "with tokens of which both log-probs are exactly 0: unless the policy is certain "
+                "there, they are a prompt or padding, which mask leaves out."
+            )
+        return told
 
 
 def _general(why: str) -> str:
@@ -50,88 +61,112 @@ def _general(why: str) -> str:
 
 def read(sources: Sequence[str | Path] | Any, counts: Read) -> Iterator[Row]:
     """The rows of files, or of a table or list of rows, in their order; wrong rows are counted in
-    `counts` and left out. Raises UserError for a file that cannot be read at all, for one without
-    any right row, and for rows of several vocabularies."""
+    `counts` and left out, those of another vocabulary than the first's among them. Raises UserError
+    for a file that cannot be read at all, and for one without any right row."""
     for name, found in _sources(sources):
         counts.files.append(name)
         layout: Layout | None = None
         before = counts.rows
         for number, fields in found:
-            if isinstance(fields, WrongRow):
-                counts.leave_out(fields, f"{name} row {number}")
+            place = f"{name} row {number}"
+            try:
+                if isinstance(fields, WrongRow):
+                    raise fields
+                if not isinstance(fields, Mapping):
+                    raise WrongRow("line", f"is {type(fields).__name__} and not an object")
+                layout = layout_of(fields, layout)
+                converted = layout.rows(fields)
+            except WrongRow as wrong:
+                counts.leave_out(wrong, place)
                 continue
-            if layout is None:
-                layout = layout_of(fields, name)
+            if layout.name not in counts.layouts:
                 counts.layouts.append(layout.name)
-            yield from _rows(layout, fields, f"{name} row {number}", counts)
+            yield from _rows(converted, place, counts)
         if counts.rows == before:
-            told = "; ".join(counts.told()) or "it is empty."
+            told = " ".join(counts.told()) or "it is empty."
             raise UserError(f"{name} holds no row that can be read: {told}")
 
 
-def _rows(layout: Layout, fields: Mapping[str, Any], place: str, counts: Read) -> Iterator[Row]:
-    try:
-        converted = layout.rows(fields)
-    except WrongRow as wrong:
-        counts.leave_out(wrong, place)
-        return
+def _rows(converted: Sequence[Mapping[str, Any]], place: str, counts: Read) -> Iterator[Row]:
     for one in converted:
         try:
             row = row_of(one)
+            own, first = row.vocabulary, counts.vocabulary
+            if own is not None and first is not None and own != first:
+                raise WrongRow(
+                    "vocabulary",
+                    f"is {own}, and {first} in rows before: log-probs of two models cannot be "
+                    "pooled, diagnose their files one by one",
+                )
         except WrongRow as wrong:
             counts.leave_out(wrong, place)
             continue
-        if row.vocabulary is not None:
-            counts.vocabularies.add(row.vocabulary)
-        if len(counts.vocabularies) > 1:
-            sizes = " and ".join(map(str, sorted(counts.vocabularies)))
-            raise UserError(
-                f"{place}: vocabulary={row.vocabulary} differs from the rows before it ({sizes}): "
-                "log-probs of two models cannot be pooled; diagnose their files one by one."
-            )
+        counts.vocabulary = first if own is None else own
+        counts.certain += row.certain
         counts.rows += 1
         yield row
 
 
-Numbered = Iterator[tuple[int, Mapping[str, Any] | WrongRow]]
+Numbered = Iterator[tuple[int, Any]]  # each a mapping, or a WrongRow
 
 
 def _sources(sources: Any) -> Iterator[tuple[str, Numbered]]:
-    if isinstance(sources, (str, Path)):
+    if isinstance(sources, (str, Path, Mapping)):
         sources = [sources]
-    if hasattr(sources, "to_dict"):  # a DataFrame
+    elif hasattr(sources, "iterrows"):  # a DataFrame
         sources = sources.to_dict("records")
     elif hasattr(sources, "to_pylist"):  # a table of pyarrow
         sources = sources.to_pylist()
-    paths = [source for source in sources if isinstance(source, (str, Path))]
-    if not paths:
-        yield "the rows", enumerate(sources, start=1)
+    given = iter(sources)
+    first = list(islice(given, 1))
+    if not first or not isinstance(first[0], (str, Path)):
+        yield "the rows", enumerate(chain(first, given), start=1)
         return
-    for path in map(Path, paths):
+    for source in chain(first, given):
+        path = Path(source)
         if not path.is_file():
             raise UserError(f"{path} is no file: give dumps in JSONL or Parquet.")
-        if path.suffix in (".pt", ".pth", ".pkl", ".pickle"):
-            raise UserError(
-                f"{path} is a pickle, which may run code as it is read: have the trainer's own "
-                "process write its columns (rlcore.dumps.rows.write; docs/diagnose.md)."
-            )
-        yield str(path), (_parquet if path.suffix == ".parquet" else _jsonl)(path)
+        yield str(path), _reader(path)(path)
+
+
+def _reader(path: Path) -> Callable[[Path], Numbered]:
+    """By the first bytes, since names of dumps are the trainers'. Raises UserError for what is not
+    read."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PAR1" or path.suffix == ".parquet":
+        return _parquet
+    pickled = start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"))
+    if pickled or path.suffix in (".pt", ".pth", ".pkl", ".pickle"):
+        raise UserError(
+            f"{path} is a pickle, which may run code as it is read: have the trainer's own "
+            "process write its columns (rlcore.dumps.rows.write; docs/diagnose.md)."
+        )
+    if start.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zX")):
+        raise UserError(f"{path} is compressed: decompress it first, such as by gunzip.")
+    return _jsonl
 
 
 def _jsonl(path: Path) -> Numbered:
+    number = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        while line := file.readline(LONGEST_LINE):
+            number += 1
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                    pass
+                limit = f"has more than {LONGEST_LINE >> 20} MiB: write one answer a line"
+                yield number, WrongRow("line", limit)
+                continue
             if not line.strip():
                 continue
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as e:
-                yield number, WrongRow("line", f"is no JSON: {str(e).splitlines()[0]}")
+                why = str(e).splitlines()[0]
+                yield number, WrongRow("line", f"is no JSON ({why}): write one object a line")
                 continue
-            if isinstance(fields, dict):
-                yield number, fields
-            else:
-                yield number, WrongRow("line", f"is {type(fields).__name__} and not an object")
+            yield number, fields
 
 
 def _parquet(path: Path) -> Numbered:
@@ -142,12 +177,12 @@ def _parquet(path: Path) -> Numbered:
             f"{path} needs the package pyarrow: pip install pyarrow, or write JSONL."
         ) from None
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             number = 0
             for batch in file.iter_batches(batch_size=AT_ONCE):
-                for fields in batch.to_pylist():
+                for own in range(batch.num_rows):  # as Python numbers a row has five times the size
                     number += 1
-                    yield number, fields
+                    yield number, batch.slice(own, 1).to_pylist()[0]
     except (OSError, ValueError) as e:  # pyarrow's errors are ValueErrors
         why = str(e).splitlines()[0].rstrip(".")
         raise UserError(f"{path} is no readable Parquet file ({why}): write it again.") from e

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.dumps.rows import REQUIRED, WrongRow
-from rlcore.errors import UserError
 
 Fields = Mapping[str, Any]
 PAGE = "docs/diagnose.md"
@@ -27,6 +26,9 @@ class Layout:
     name: str
     fields: tuple[str, ...]  # all are there
     rows: Callable[[Fields], list[Fields]]
+
+    def fits(self, fields: Fields) -> bool:
+        return all(fields.get(name) is not None for name in self.fields)
 
 
 def _renamed(names: Mapping[str, str]) -> Callable[[Fields], list[Fields]]:
@@ -90,7 +92,7 @@ LAYOUTS = (
     Layout("OpenRLHF", ("rollout_log_probs", "action_log_probs"), _renamed(OPENRLHF)),
     Layout("SkyRL", ("rollout_logprobs", "action_log_probs"), _renamed(SKYRL)),
 )
-#: dumps without log-probs, known by their fields, and what writes them
+#: dumps that lack a column, known by their fields, and what writes it
 LACKING = (
     (
         ("input", "output", "score"),
@@ -106,21 +108,44 @@ LACKING = (
         ("generation_logprobs", "rewards"),
         "NeMo-RL's without prev_logprobs, the learner's log-probs: use a version that writes them",
     ),
+    (
+        ("old_log_probs",),
+        "verl's without rollout_log_probs, the actor's log-probs: set "
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+    ),
+    (
+        ("sampling_per_token_logps",),
+        "TRL's without old_per_token_logps, the learner's log-probs: set "
+        "vllm_importance_sampling_correction=True, with which TRL computes them",
+    ),
+    (
+        ("old_per_token_logps",),
+        "TRL's without sampling_per_token_logps, the actor's log-probs: set use_vllm=True",
+    ),
+    (
+        ("action_log_probs",),
+        "OpenRLHF's or SkyRL's without the actor's log-probs (rollout_log_probs, "
+        "rollout_logprobs): set --algo.advantage.is_correction_level token, or "
+        "generator.sampling_params.logprobs=1",
+    ),
 )
 
 
-def layout_of(fields: Fields, file: str) -> Layout:
-    """The layout of a file, by the fields of its first row. Raises UserError with what a known dump
-    lacks, or with the fields that were found."""
-    names = {name for name, value in fields.items() if value is not None}
-    for layout in LAYOUTS:
-        if names.issuperset(layout.fields):
+def layout_of(fields: Fields, before: Layout | None) -> Layout:
+    """The layout of a row, by its fields; else the one of the rows `before`. Raises WrongRow with
+    what a known dump lacks, or with the fields that were found."""
+    for layout in LAYOUTS if before is None else (before, *LAYOUTS):
+        if layout.fits(fields):
             return layout
+    if before is not None:
+        return before
+    names = {name for name, value in fields.items() if value is not None}
     for known, lacking in LACKING:
         if names.issuperset(known):
-            raise UserError(f"{file} is {lacking} ({PAGE}).")
+            raise WrongRow("row", f"is {lacking} ({PAGE})")
     missing = [name for name in REQUIRED if name not in names]
-    raise UserError(
-        f"{file} has no column {' and no column '.join(missing)}: it has "
-        f"{', '.join(sorted(names)[:12]) or 'none'}; the columns are listed in {PAGE}."
+    raise WrongRow(
+        "row",
+        f"has no column {' and no column '.join(missing)}: it has "
+        f"{', '.join(sorted(map(str, names))[:12]) or 'none'}; the columns are listed in {PAGE}",
     )

@@ -29,7 +29,9 @@ from rlcore.registry import load_object
 from rlcore.types import StepTensors
 
 ANSWERS = 256  # a batch: what corrections that look at whole batches see
-LONGEST = 1_000_000  # tokens of a batch, padding included
+LONGEST = 1_000_000  # tokens of a batch, padding included; with a top k each counts as 1 + k
+KINDS = 16  # that are told apart
+OTHERS = "others"  # the kind of all further ones
 SHADOWS = ("tis", "mis", "icepop", "minpro", "vesp", "veto", "m2po", "ais", "jackpot")
 OF_TOP_K = ("jackpot",)
 ALL = ""  # the kind that stands for all
@@ -163,7 +165,8 @@ def measure(rows: Iterable[Row]) -> tuple[dict[str, Measured], set[str]]:
         by_kind: dict[str, list[Row]] = {ALL: batch}
         for row in batch:
             if row.kind is not None:
-                by_kind.setdefault(row.kind, []).append(row)
+                told = row.kind in meters or len(meters.keys() | by_kind.keys()) <= KINDS
+                by_kind.setdefault(row.kind if told else OTHERS, []).append(row)
         for kind, own in by_kind.items():
             meter = meters.setdefault(kind, Meter(pipelines))
             ids = "token_ids" in known and "group" in known
@@ -180,12 +183,13 @@ def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     batch: list[Row] = []
     widest = 0
     for row in rows:
-        widest = max(widest, len(row.logp_inf))
+        cost = len(row.logp_inf) * (1 + len((row.topk_ids_inf or ((),))[0]))
+        widest = max(widest, cost)
         same = bool(batch) and row.group is not None and row.group == batch[-1].group
         full = len(batch) >= ANSWERS and not same
         if batch and (full or widest * (len(batch) + 1) > LONGEST):
             yield batch
-            batch, widest = [], len(row.logp_inf)
+            batch, widest = [], cost
         batch.append(row)
     if batch:
         yield batch

@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,17 @@ OPTIONAL = {
     "group": "whether the mismatch repeats (fixed_share)",
     "kind": "figures by kind of actor",
     "version": "figures by age of the samples",
+    "ref_version": "figures by age of the samples",
     "token_ids": "whether the mismatch repeats (fixed_share)",
     "topk_logp_inf": "the total variation, Jackpot's weights",
 }
 ROUNDING = 1e-3  # a log-prob that exceeds 0 by less was rounded
 MOST = 2**31  # versions and ids are below it
 LARGEST = 1e300
-PADDED = 4  # so many log-probs of exactly 0 in a row are a prompt's, which no actor sampled
+PADDED = 4  # so many log-probs of exactly 0 in a row are a prompt's or padding
+# A lower log-prob is a number that stands for none: no draw has such a token, and no logits of a
+# model lie so far apart.
+LEAST_INF, LEAST_REF = -200.0, -1e4
 
 
 class WrongRow(Exception):
@@ -81,6 +86,7 @@ class Row:
     topk_ids_ref: Sequence[Sequence[int]] | None = None
     topk_logp_ref: Sequence[Sequence[float]] | None = None
     vocabulary: int | None = None
+    certain: bool = False  # PADDED log-probs of 0 of both at an end
 
     def has(self, name: str) -> bool:
         return getattr(self, name) is not None
@@ -94,19 +100,25 @@ def row_of(fields: Mapping[str, Any]) -> Row:
     on = [i for i, chosen in enumerate(mask) if chosen]
     if not on:
         raise WrongRow("mask", "leaves no sampled token")
-    _check_logps("logp_inf", inf, on, least=-math.inf)
-    _check_logps("logp_ref", ref, on, least=None)
-    _check_prompt(inf, ref, on)
+    _check_logps("logp_inf", inf, on, LEAST_INF)
+    _check_logps("logp_ref", ref, on, LEAST_REF)
+    _check_sampled(inf, ref, on)
     found: dict[str, Any] = {}
     for name in ("advantages", "version", "token_ids"):
         value = fields.get(name)
         if value is None:
             continue
+        value = value.tolist() if hasattr(value, "tolist") else value
         listed = _numbers(name, [value] * len(inf) if _is_number(value) else value, len(inf))
         chosen = [listed[i] for i in on]
         if any(not math.isfinite(v) for v in chosen):
             raise WrongRow(name, "is not finite")
         found[name] = chosen if name == "advantages" else [_int(name, v) for v in chosen]
+    ref_version = _whole("ref_version", fields.get("ref_version"))
+    vocabulary = _whole("vocabulary", fields.get("vocabulary"), least=1)
+    _check_ids(found.get("token_ids", ()), vocabulary)
+    _check_versions(found.get("version", ()), ref_version)
+    certain = [inf[i] == 0.0 == ref[i] for i in on]
     return Row(
         [min(inf[i], 0.0) for i in on],
         [min(ref[i], 0.0) for i in on],
@@ -115,13 +127,14 @@ def row_of(fields: Mapping[str, Any]) -> Row:
         reward=_one("reward", fields.get("reward")),
         group=None if fields.get("group") is None else str(fields["group"]),
         kind=None if fields.get("kind") is None else str(fields["kind"]),
-        ref_version=_whole("ref_version", fields.get("ref_version")),
-        vocabulary=_whole("vocabulary", fields.get("vocabulary")),
+        ref_version=ref_version,
+        vocabulary=vocabulary,
+        certain=len(on) > PADDED and (all(certain[:PADDED]) or all(certain[-PADDED:])),
     )
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def _numbers(name: str, value: Any, length: int | None = None) -> list[float]:
@@ -137,7 +150,8 @@ def _numbers(name: str, value: Any, length: int | None = None) -> list[float]:
         raise WrongRow(name, "holds no token")
     wrong = next((i for i, v in enumerate(value) if v is not None and not _is_number(v)), None)
     if wrong is not None:
-        raise WrongRow(name, f"holds {type(value[wrong]).__name__} at token {wrong + 1}")
+        hint = ", and a row is one answer" if isinstance(value[wrong], (list, tuple)) else ""
+        raise WrongRow(name, f"holds {type(value[wrong]).__name__} at token {wrong + 1}{hint}")
     try:
         return [math.nan if v is None else float(v) for v in value]
     except OverflowError:
@@ -153,6 +167,7 @@ def _int(name: str, value: float) -> int:
 def _mask(value: Any, length: int) -> list[bool]:
     if value is None:
         return [True] * length
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
         value = [int(v) if isinstance(v, bool) else v for v in value]
     found = _numbers("mask", value, length)
@@ -161,22 +176,46 @@ def _mask(value: Any, length: int) -> list[bool]:
     return [v == 1.0 for v in found]
 
 
-def _check_logps(name: str, values: list[float], on: list[int], *, least: float | None) -> None:
+def _check_logps(name: str, values: list[float], on: list[int], least: float) -> None:
     for i in on:
         value = values[i]
         if math.isnan(value):
             raise WrongRow(name, f"holds NaN at token {i + 1}")
         if value > ROUNDING:
             raise WrongRow(name, f"is {value:g} at token {i + 1}, and no log-prob is above 0")
-        if value == least:
+        if value == -math.inf and name == "logp_inf":
             raise WrongRow(name, f"is -inf at token {i + 1}, which was sampled")
+        if -math.inf < value < least:
+            raise WrongRow(name, f"is {value:g} at token {i + 1}, which stands for no log-prob")
 
 
-def _check_prompt(inf: list[float], ref: list[float], on: list[int]) -> None:
-    """Trainers pad the places of a prompt with log-probs of 0."""
-    first = [inf[i] == 0.0 and ref[i] < -ROUNDING for i in on[:PADDED]]
-    if len(first) == PADDED and all(first):
-        raise WrongRow("mask", "covers tokens that no actor sampled: logp_inf is 0 at the first")
+def _check_sampled(inf: list[float], ref: list[float], on: list[int]) -> None:
+    """Trainers fill the places of prompts, of tools' answers and of padding with log-probs of 0,
+    in both columns or in one."""
+    for name, own, other, who in (
+        ("logp_inf", inf, ref, "no actor sampled"),
+        ("logp_ref", ref, inf, "the learner has not scored"),
+    ):
+        run = 0
+        for i in on:
+            run = run + 1 if own[i] == 0.0 and other[i] < -ROUNDING else 0
+            if run == PADDED:
+                where = f"{name} is 0 at tokens {i - PADDED + 2} to {i + 1}"
+                raise WrongRow("mask", f"covers tokens that {who}: {where}")
+
+
+def _check_ids(ids: Sequence[int], vocabulary: int | None) -> None:
+    if any(token < 0 for token in ids):
+        raise WrongRow("token_ids", f"holds {min(ids)}, which is no token: mask covers it")
+    if vocabulary is not None and ids and max(ids) >= vocabulary:
+        raise WrongRow("token_ids", f"holds {max(ids)}, and vocabulary is {vocabulary}")
+
+
+def _check_versions(versions: Sequence[int], reference: int | None) -> None:
+    if versions and min(versions) < 0:
+        raise WrongRow("version", f"is {min(versions)}: optimizer steps count from 0")
+    if versions and reference is not None and max(versions) > reference:
+        raise WrongRow("version", f"is {max(versions)}, after ref_version {reference}")
 
 
 def _top(fields: Mapping[str, Any], on: list[int], length: int) -> dict[str, Any]:
@@ -204,13 +243,16 @@ def _top(fields: Mapping[str, Any], on: list[int], length: int) -> dict[str, Any
 def _one(name: str, value: Any) -> float | None:
     if value is None:
         return None
+    value = value.tolist() if hasattr(value, "tolist") else value
     if not _is_number(value) or not abs(value) <= LARGEST:  # also NaN
         raise WrongRow(name, "is no finite number")
     return float(value)
 
 
-def _whole(name: str, value: Any) -> int | None:
+def _whole(name: str, value: Any, least: int = 0) -> int | None:
     found = _one(name, value)
+    if found is not None and found < least:
+        raise WrongRow(name, f"is {found:g}, below {least}")
     return None if found is None else _int(name, found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import subprocess
 import sys
@@ -66,7 +67,9 @@ def test_kinds_ages_and_shadows_are_each_their_own():
     assert tis["kept_share"] == 1
     assert tis["ess"] == pytest.approx(float(w.sum() ** 2 / (len(w) * (w * w).sum())), rel=1e-5)
     assert found.use == ("tis",) and found.advised and "late_kl" not in found.lacking
-    assert {"group", "token_ids", "topk_logp_inf"} == set(found.lacking)
+    states, *lacking = sorted(found.lacking, key=lambda name: " " not in name)
+    assert {"group", "token_ids", "topk_logp_inf"} == set(lacking)
+    assert "drift" in found.lacking[states] and "hidden states" in states
 
 
 def test_an_error_that_repeats_is_told_from_a_fresh_one():
@@ -120,6 +123,24 @@ WRONG = {
         "logp_inf": [0.0] * 5 + [-1.0],
         "logp_ref": [-2.0] * 6,
     },
+    "mask covers tokens that no actor sampled: logp_inf is 0 at tokens 2 to 5": {
+        "logp_inf": [-1.0, *[0.0] * 4],
+        "logp_ref": [-1.0, *[-2.0] * 4],
+    },
+    "mask covers tokens that the learner has not scored: logp_ref is 0 at tokens 1 to 4": {
+        "logp_inf": [-3.0] * 5,
+        "logp_ref": [0.0] * 4 + [-3.0],
+    },
+    "logp_ref is -1e[+]30 at token 1, which stands for no log-prob": {
+        "logp_ref": [-1e30, -1.0, -1.0]
+    },
+    "logp_inf is -9999 at token 3, which stands for no log-prob": {"logp_inf": [-1.0, -1.0, -9999]},
+    "logp_inf holds list at token 1, and a row is one answer": {"logp_inf": [[-1.0]] * 3},
+    "token_ids holds -100, which is no token": {"token_ids": [-100, 5, 6]},
+    "token_ids holds 7, and vocabulary is 7": {"token_ids": [5, 6, 7], "vocabulary": 7},
+    "version is 9, after ref_version 3": {"version": 9, "ref_version": 3},
+    "version is -1": {"version": [0, 1, -1]},
+    "vocabulary is 0, below 1": {"vocabulary": 0},
     "topk_ids_inf has another number of entries": {
         "topk_ids_inf": [[1, 2]] * 3,
         "topk_logp_inf": [[-1.0]] * 3,
@@ -139,9 +160,9 @@ def test_a_wrong_row_is_counted_and_left_out(said, tmp_path):
     write_rows(tmp_path / "a.jsonl", [RIGHT, RIGHT | WRONG[said], RIGHT | WRONG[said], RIGHT])
     assert len(list(read(tmp_path / "a.jsonl", counts))) == 2
     assert sum(counts.left_out.values()) == 2
-    assert counts.told()[0].startswith(
-        f"2 rows left out, the first {tmp_path}/a.jsonl row 2: {said}"
-    )
+    told = counts.told()[0]
+    assert told.startswith(f"2 rows left out, the first {tmp_path}/a.jsonl row 2: ")
+    assert re.search(said, told)
 
 
 def test_what_a_mask_hides_may_hold_anything():
@@ -161,18 +182,22 @@ def test_files_that_cannot_be_used_are_refused_in_a_sentence(tmp_path, capsys):
     rows = {
         "empty": [],
         "wrong": [RIGHT | {"mask": [0, 0, 0]}],
-        "two": [RIGHT | {"vocabulary": 10}, RIGHT | {"vocabulary": 12}],
         "verl": [{"input": "a", "output": "b", "score": 1.0, "step": 1}],
         "trl": [{"prompt": "a", "completion": "b", "advantage": 0.0}],
         "other": [{"text": "a"}],
+        "verl without": [{"old_log_probs": [-1.0], "response_mask": [1]}],
+        "trl without": [{"sampling_per_token_logps": [-1.0], "old_per_token_logps": None}],
+        "a batch": [{"logp_inf": [[-1.0]], "logp_ref": [[-1.0]]}],
     }
     said = {
         "empty": "holds no row that can be read: it is empty",
         "wrong": "mask leaves no sampled token",
-        "two": "vocabulary=12 differs from the rows before it (10 and 12)",
         "verl": "calculate_log_probs=True",
         "trl": "use_vllm=True",
         "other": "has no column logp_inf and no column logp_ref: it has text",
+        "verl without": "calculate_log_probs=True",
+        "trl without": "set vllm_importance_sampling_correction=True",
+        "a batch": "a row is one answer",
         "absent": "is no file",
     }
     for name, sentence in said.items():
@@ -207,11 +232,63 @@ def test_peers_layouts_are_read(tmp_path):
         assert (counts.layouts, found.logp_inf, found.logp_ref) == ([name], inf, ref)
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.pkl"])
-def test_a_pickle_is_not_read(name, tmp_path):
-    (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(UserError, match="is a pickle, which may run code as it is read"):
+def test_no_row_spoils_its_file(tmp_path):
+    """Not the first one either, and each row is read by its own columns."""
+    peer = {"rollout_log_probs": [-1.0], "old_log_probs": [-1.1], "response_mask": [1]}
+    wrong = [{"logp_inf": None}, {}, RIGHT | {"vocabulary": 12}]
+    write_rows(tmp_path / "a.jsonl", [*wrong[:2], RIGHT | {"vocabulary": 10}, peer, wrong[2]])
+    found = diagnose(tmp_path / "a.jsonl")
+    assert found.rows == 2 and set(found.layouts) == {"rlcore's schema", "verl"}
+    assert len(found.left_out) == 2 and found.left_out[0].startswith("2 rows left out, the first")
+    assert "row 5: vocabulary is 12, and 10 in rows before" in found.left_out[1]
+    write_rows(tmp_path / "b.jsonl", [RIGHT | {"vocabulary": 12}])
+    with pytest.raises(UserError, match=r"b\.jsonl holds no row .* diagnose their files"):
+        diagnose([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+
+
+def test_log_probs_of_0_at_an_end_are_told(tmp_path):
+    padded = {"logp_inf": [-1.0, *[0.0] * 4], "logp_ref": [-1.0, *[0.0] * 4]}
+    found = diagnose([padded, RIGHT, padded | {"mask": [1, 1, 0, 0, 0]}])
+    assert found.rows == 3 and found.left_out[0].startswith("1 row begins or ends with tokens")
+
+
+def test_tables_numbers_and_generators_of_python_are_read():
+    array = torch.tensor(RIGHT["logp_inf"], dtype=torch.float32)
+    row = {"logp_inf": array, "logp_ref": list(array.numpy()), "mask": array < 0}
+    row |= {"advantages": torch.tensor(1.0), "reward": array.numpy()[0]}
+    assert diagnose(dict(row) for _ in range(3)).rows == 3
+    assert diagnose(row).rows == 1
+
+
+def test_kinds_beyond_sixteen_are_one():
+    found = diagnose([RIGHT | {"kind": f"{number}"} for number in range(40)]).figures
+    assert len(found) == 18 and found["others"].figures["answers"] == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "said"),
+    [
+        ("a.pt", b"anything", "is a pickle, which may run code as it is read"),
+        ("a.pkl", b"anything", "is a pickle"),
+        ("dump", b"PK\x03\x04...", "is a pickle"),
+        ("dump", b"\x80\x04N.", "is a pickle"),
+        ("a.jsonl", b"\x1f\x8b...", "is compressed: decompress it first"),
+        ("dump", b"PAR1...", "is no readable Parquet file"),
+    ],
+)
+def test_what_is_no_dump_of_rows_is_known_by_its_first_bytes(name, start, said, tmp_path):
+    (tmp_path / name).write_bytes(start)
+    with pytest.raises(UserError, match=said):
         diagnose(tmp_path / name)
+
+
+def test_a_line_that_memory_may_not_hold_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlcore.dumps.files.LONGEST_LINE", 1 << 20)
+    right = json.dumps(RIGHT)
+    (tmp_path / "a.jsonl").write_text(f"{right}\n[{'0, ' * 2_000_000}0]\n{right}")
+    found = diagnose(tmp_path / "a.jsonl")
+    assert found.rows == 2
+    assert "row 2: line has more than 1 MiB: write one answer a line" in found.left_out[0]
 
 
 def test_parquet_and_written_rows_are_read(tmp_path):
@@ -257,6 +334,8 @@ def test_a_group_stays_in_one_batch_and_long_answers_make_small_batches():
     assert sum(sizes) == len(rows) and sizes[0] == 260
     long = [Row([-1.0] * 300_000, [-1.0] * 300_000) for _ in range(7)]
     assert max(len(batch) for batch in batches(long)) == 3
+    top = [Row([-1.0] * 1000, [-1.0] * 1000, topk_ids_inf=[[1] * 19] * 1000) for _ in range(120)]
+    assert max(len(batch) for batch in batches(top)) == 50
 
 
 def test_the_page_and_json_hold_the_figures(tmp_path, capsys):
