@@ -355,8 +355,9 @@ def _worked_episode(
         extended = renderer.extend(ids, reply.messages)
         if extended is None or extended[: len(ids)] != ids:
             raise UserError(
-                "model.chat_template=auto rewrites earlier turns, so that a worked episode is no "
-                "single sequence: set model.path to a trained model."
+                f"model.chat_template={job.template.chat_template} rewrites earlier turns, so that "
+                "a worked episode is no single sequence: set model.path to a trained model, or "
+                "model.chat_template=off."
             )
         sampled += [False] * (len(extended) - len(ids))
         ids = extended

@@ -104,7 +104,7 @@ def attend_packed(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UserError(
             "learner.attention=varlen and fa4 compute neither soft-capped attention nor attention "
-            "sinks, which this model has: choose sdpa or flash_attention_2."
+            "sinks, which this model has: choose another model."
         )
     rows, heads, width, dim = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

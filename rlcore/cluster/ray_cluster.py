@@ -402,7 +402,8 @@ def _check_capacity(cpus: float, gpus: float) -> None:
         if need > have.get(name, 0.0):
             held = have.get(name, 0)
             raise UserError(
-                f"cluster.address: the cluster has {held:g} {name}s, the roles ask for {need:g}."
+                f"cluster.address: the cluster has {held:g} {name}s, the roles ask for {need:g}: "
+                "add nodes, or lower actor.*.count and learner.ranks."
             )
 
 

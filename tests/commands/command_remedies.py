@@ -196,6 +196,19 @@ OTHERS = [
     ("try experiment=tools_quickstart served=x", "add url=URL", "url=http://127.0.0.1:1/v1"),
     ("prepare-run run_dir={run} experiment=quickstart", "choose another folder", "run_dir=new"),
     ("prepare-run run_dir={run} experiment=quickstart", "resume=auto", "resume=auto"),
+    ("watch once=true run_dir=nowhere", "holds no run: it has no", "run_dir={run}"),
+    ("watch once=true", "give run_dir=DIR", "run_dir={run}"),
+    ("report {run} y=reward/mean", "format=svg, pdf or csv", "format=csv"),
+    ("report {run} y=reward/mean", "is of figures", "-y="),
+    ("report {run} format=csv ci=100", "between 1 and 99", "ci=90"),
+    ("doctor run={run} gpu=h100", "leave out gpu=h100", "-gpu="),
+    ("doctor run=nowhere", "holds no run: it has no", "run={run}"),
+    ("doctor gpu=h100 start=false", "such as experiment=", "experiment=quickstart"),
+    (
+        "train experiment=quickstart dry_run=true resume=auto",
+        "run_dir= is missing",
+        "run_dir=unused",
+    ),
 ]
 
 USER = "what to give is the user's: a file, a folder, a package"
@@ -204,7 +217,6 @@ OTHER = "the remedy is another command or another run, which its own tests make:
 # (words of the pattern of a sentence whose remedy is not applied here, the reason). Every other
 # refusal of the package is in a list above; an entry that none needs any more fails the test.
 WITHOUT = {
-    r"report needs at least one run": "the words are read before: test_report.py",
     r"use format=trained, or a run": OTHER + "test_commands.py",
     r"out=.* exists: choose another folder": OTHER + "test_commands.py",
     r"leave one of them out\.": OTHER + "test_commands.py",
@@ -248,7 +260,14 @@ WITHOUT = {
     r"no run is going on there": OTHER + "test_scale.py",
     r"held no counts by label|is not a number from 0 to|was not JSON|^\.\* cannot be read": "the"
     " file is a request of rlcore scale: test_scale.py",
-    r"takes tokens as a prompt": USER,
+    r"takes tokens as a prompt|another folder|cannot be loaded as a causal model": USER,
+    r"OWNER/NAME|is gated|shows no repository|no such revision|answers status": OTHER
+    + "test_fetch_hub.py",
+    r"needs the Hugging Face Hub|cannot be reached|was cut|rlcore fetch|add out=FOLDER": OTHER
+    + "test_fetch_hub.py",
+    r"calibrate=true starts steps": OTHER + "test_doctor.py",
+    r"rates need|in its steady rows|measure them apart": OTHER + "test_plan_measure.py",
+    r"refused a request": FACT,
     r"already holds a model: choose": OTHER + "test_warm_up.py",
     r"args\.heldout_path\.$": OTHER + "test_preflight.py",
     r"has no problems: name a file": USER,
