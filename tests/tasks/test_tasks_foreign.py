@@ -15,7 +15,7 @@ from rlcore.errors import UserError
 from rlcore.tasks import make_task
 from rlcore.tasks.foreign import alike, is_like, number, tried
 from rlcore.tasks.grades import Grade
-from rlcore.tasks.isolation import IsolatedVerdict
+from rlcore.tasks.isolation import IsolatedGrader, IsolatedVerdict, IsolationError
 from rlcore.types import Item
 
 pytestmark = pytest.mark.processes
@@ -71,6 +71,22 @@ def test_a_replaced_grader_changes_no_later_score(make):
     task = make("queens")
     replace = "setattr(__import__('rlcore.tasks.reasoning_gym').tasks.reasoning_gym.ReasoningGym"
     assert rewards(task, f"{replace}, 'grade', lambda *_: 1)", "[7, 7]") == [0.0, 0.0]
+
+
+def test_an_answer_that_does_not_end_is_wrong_and_a_starved_machine_fails_the_score(
+    make, monkeypatch
+):
+    """Processor time decides: an answer that has used its limit is wrong however busy the machine
+    is, and only one that was given no processor is not judged."""
+    task = make("countdown")
+    item = task.item("train", 0)
+    for answer in ("factorial(factorial(20))", "9**9**9", "factorial(10**8)"):
+        grade = task.grade(item, f"<answer>{answer}</answer>")
+        assert (grade.reward, grade.parts["correct"], grade.parts["stopped"]) == (0.0, 0.0, 1.0)
+    late = {"status": "late", "why": "it had no CPU"}
+    monkeypatch.setattr(IsolatedGrader, "_ask", lambda *_: dict(late))
+    with pytest.raises(IsolationError, match="too busy to judge an answer: it had no CPU"):
+        task.grade(item, "<answer>factorial(factorial(21))</answer>")
 
 
 def test_sympy_evaluates_arithmetic_and_nothing_else(make):

@@ -46,7 +46,7 @@ def test_no_text_is_a_number_but_as_a_program_prints_it(text):
 
 def test_spaces_do_not_count_and_tokens_do():
     assert same_output(" 1  2\n", "1\n2", 0.0)
-    for found in ("1", "1 2 3", "12", None, 12):
+    for found in ("1", "1 2 3", "12", None, 12, "1\xa02", "1\u20032", "1\x1c2", "\ufeff1 2"):
         assert not same_output("1 2", found, 0.0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 # have. With a fraction it may have an exponent.
 INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 FRACTION = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+(?:e[+-][0-9]{2,3})?")
+TOKEN = re.compile(r"[^ \t\n\r\f\v]+")
 PRINTED = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,4})?")
 
 
@@ -39,10 +40,10 @@ def _close(expected: float, found: float, tolerance: float) -> bool:
 
 
 def same_output(expected: str, found: Any, tolerance: float) -> bool:
-    """Token by token: spaces and line ends do not count."""
+    """Token by token: spaces and line ends do not count. Spaces outside ASCII are text."""
     if type(found) is not str:
         return False
-    wanted, given = expected.split(), found.split()
+    wanted, given = TOKEN.findall(expected), TOKEN.findall(found)
     return len(wanted) == len(given) and all(
         same_token(*pair, tolerance) for pair in zip(wanted, given)
     )
