@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import struct
 import tempfile
 import time
@@ -95,6 +96,13 @@ def cores() -> int:
     limit = quota()
     bound = len(os.sched_getaffinity(0))
     return bound if limit is None else max(1, min(bound, int(limit.cores)))
+
+
+def asked_cores() -> int:
+    """`cores`, and no more than OMP_NUM_THREADS asks for: of a list, one number a level of nested
+    loops, the first. Any other text asks for nothing."""
+    asked = re.match(r"\s*([1-9][0-9]*)\s*(?:,|$)", os.environ.get("OMP_NUM_THREADS", ""))
+    return min(cores(), int(asked[1])) if asked else cores()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@ tokens that a prompt may have."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
@@ -21,7 +20,7 @@ from rlcore.loop.targets import PageRange
 from rlcore.objectives.specs import loss_class
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.text import StopStrings
-from rlcore.spare_cores import cores
+from rlcore.spare_cores import asked_cores
 from rlcore.tasks.graders import GraderPool
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import POLICY, PageRule
@@ -82,8 +81,7 @@ def with_stated_threads(config: RunConfig) -> RunConfig:
         return config
     here = learner.device == "cpu" and joined_address(config.cluster.address) is None
     if config.schedule.synchronous and here and not config.bitwise:
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        most = min(cores(), int(asked) if asked.isdigit() else cores()) // ranks(config)
+        most = asked_cores() // ranks(config)
     if most is not None and most <= learner.threads:
         most = None
     stated = learner.model_copy(update={"max_threads": most})

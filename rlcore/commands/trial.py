@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.interfaces import Task
 from rlcore.models.text import decode_response, encode_prompt, end_ids, padding
 from rlcore.seeding import derive_seed
-from rlcore.spare_cores import cores
+from rlcore.spare_cores import asked_cores
 from rlcore.types import Item
 
 GROUPS, SAMPLES = 8, 4
@@ -82,7 +81,7 @@ def _sampled(
     logging.disable_progress_bar()
     on_gpu = torch.cuda.is_available()
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(cores(), int(os.environ.get("OMP_NUM_THREADS", "64")))))
+    torch.set_num_threads(asked_cores())
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(config.model.path),
         dtype=torch.bfloat16 if on_gpu else torch.float32,

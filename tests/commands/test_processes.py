@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlcore import spare_cores
 from rlcore.buffer.specs import TaskShare
 from rlcore.commands import derived, processes
 from rlcore.config.compose import load
@@ -83,7 +84,7 @@ def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_it
 def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
     words, threads, follows, monkeypatch
 ):
-    monkeypatch.setattr(derived, "cores", lambda: 8)
+    monkeypatch.setattr(spare_cores, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = derived.with_stated_threads(run(*words))
