@@ -57,18 +57,34 @@ mkdir -p "$launch"
 rm -f "$pid_file" "$failed"
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# Nodes that are not alike are parts of a job, the learner's first.
+hosts=()
+counts=()
+for part in "${!cpus[@]}"; do
+  list=SLURM_JOB_NODELIST
+  if ((${#cpus[@]} > 1)); then list+=_HET_GROUP_$part; fi
+  : "${!list:?rlcore: the job needs ${#cpus[@]} parts}"
+  mapfile -t found < <(scontrol show hostnames "${!list}")
+  hosts+=("${found[@]}")
+  counts+=("${#found[@]}")
+done
 head_ip=$("${inside[@]}" python -m rlcore.launch.address "$interface" "${hosts[1]:-}") || exit 2
 # Jobs that share a node must not share a port.
 address=$head_ip:$((20000 + SLURM_JOB_ID % 12000))
 
-# The step goes on when one of its nodes is lost or gives up.
-srun --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --cpus-per-task="$cpus" --mem=0 \
-  --overlap --export=ALL --input=none --no-kill --kill-on-bad-exit=0 --wait=0 \
-  "${across[@]}" python -m rlcore.launch.node \
-  --address="$address" --cpus="$cpus" --gpus="$gpus" --folder="$launch" --script=$$ \
-  --start-timeout-s="$start_timeout_s" --learner-nodes="$learner_nodes" \
-  --learner-resources="$learner_resources" --actor-resources="$actor_resources" &
+step=()
+for part in "${!cpus[@]}"; do
+  if ((part)); then step+=(:); fi
+  if ((${#cpus[@]} > 1)); then step+=(--het-group="$part"); fi
+  # The step goes on when one of its nodes is lost or gives up.
+  step+=(--nodes="${counts[part]}" --ntasks="${counts[part]}" --ntasks-per-node=1
+    --cpus-per-task="${cpus[part]}" --mem=0 --overlap --export=ALL --input=none
+    --no-kill --kill-on-bad-exit=0 --wait=0 "${across[@]}" python -m rlcore.launch.node
+    --address="$address" --cpus="${cpus[part]}" --gpus="${gpus[part]}" --folder="$launch"
+    --script=$$ --start-timeout-s="$start_timeout_s" --learner-nodes="$learner_nodes"
+    --learner-resources="$learner_resources" --actor-resources="$actor_resources")
+done
+srun "${step[@]}" &
 nodes=$!
 
 # The run counts the cluster's CPUs and GPUs at its start, so every node must have joined by then.

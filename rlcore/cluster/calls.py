@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -16,6 +18,7 @@ from ray.exceptions import (
 )
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
+from rlcore.loop.specs import SILENT_S
 from rlcore.reasons import message_of, reason
 
 # errors of calls to a dead process; the second if it was bound to a node which is gone
@@ -23,24 +26,39 @@ DEAD = (RayActorError, ActorUnschedulableError)
 # Peers of a dead process may fail before its death is reported: wait this long for the report
 LOST_RANK_GRACE_S = 5.0
 PARTS = 8  # of a deadline
+PART_S = 15.0  # the longest of them
 
 
 async def call(
-    ref: Any, *, timeout_s: float, what: str, key: str, who: str = "a process of the run"
+    ref: Any,
+    *,
+    timeout_s: float,
+    what: str,
+    key: str,
+    who: str = "a process of the run",
+    note: Callable[[str], None] | None = None,
 ) -> Any:
     """Await a Ray reference under a deadline. A time in which this process itself stood still, as
     on a machine that swaps, counts as an eighth of it at most, so that answers which came meanwhile
-    are still read.
+    are still read. `note` is told of a process that is silent, before a minute has passed.
 
     Raises DeadlineExceeded (naming `what` and the config key `key`), RoleLost when `who` has died,
     and the remote exception itself, not a stack of remote tracebacks, when the call failed.
     """
     asked = asyncio.ensure_future(answer(ref, what, who))
+    parts, told = max(PARTS, math.ceil(timeout_s / PART_S)), False
     try:
-        for _ in range(PARTS):
-            done, _ = await asyncio.wait([asked], timeout=timeout_s / PARTS)
+        for part in range(1, parts + 1):
+            done, _ = await asyncio.wait([asked], timeout=timeout_s / parts)
+            if note is not None and told and done:
+                note(f"{who} answers again")
             if done:
                 return asked.result()
+            silent_s = timeout_s * part / parts
+            if note is not None and not told and SILENT_S <= silent_s < timeout_s:
+                limit = f"until {key}={timeout_s:g} s have passed"
+                note(f"{who} has not answered for {silent_s:.0f} s: the run waits for it {limit}")
+                told = True
     finally:
         asked.cancel()
     raise DeadlineExceeded(f"waited {timeout_s:g} s for {what} ({key}={timeout_s:g}).")

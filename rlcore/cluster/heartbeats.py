@@ -62,7 +62,7 @@ class RayRoleWatch(RoleWatch):
                 continue  # what follows asks the head for its nodes, and would wait for it
             if self._teacher is not None:
                 self._teacher.watch()
-            for shard in await self._shards.watch():
+            for shard in await self._shards.watch(self._note):
                 await shard_lost(shard)
             now = await self._scorer_pid()
             if now != scorer or await self._beside.watch():
@@ -81,7 +81,8 @@ class RayRoleWatch(RoleWatch):
         limit, key = self._spec.hang_timeout_s, "cluster.hang_timeout_s"
         what = f"a heartbeat of {who}"
         try:
-            await call(handle.alive.remote(), timeout_s=limit, what=what, key=key, who=who)
+            asked = handle.alive.remote()
+            await call(asked, timeout_s=limit, what=what, key=key, who=who, note=self._note)
         except DeadlineExceeded as e:
             raise RoleLost(f"{who} did not answer for {key}={limit:g} s") from e
 
@@ -91,7 +92,7 @@ class RayRoleWatch(RoleWatch):
         limit = self._spec.hang_timeout_s
         for _ in range(RESTARTS):
             try:
-                return await self._scorer.pid()
+                return await self._scorer.pid(self._note)
             except DeadlineExceeded:
                 self._note(
                     "the graders' process did not answer for cluster.hang_timeout_s="

@@ -20,7 +20,7 @@ from rlcore.interfaces import GivenTokens, TeacherAnswer
 from rlcore.types import TEACHER, TEACHER_S, Trajectory
 
 if TYPE_CHECKING:
-    from rlcore.loop.specs import SupervisionSpec
+    from rlcore.loop.specs import SILENT_S, SupervisionSpec
     from rlcore.rollout.specs import EngineJob
 
 CHUNK = 32  # records of a call
@@ -95,6 +95,7 @@ class _Watched:
     asked: Any = None
     since: float = 0.0
     pid: int = 0
+    told: bool = False  # its silence was
     answers: bool = False  # its process has answered; not yet while one starts or is replaced
 
 
@@ -133,9 +134,13 @@ class RayTeacher:
         if not ray.wait([engine.asked], timeout=0)[0]:
             # a process takes its time to end and to start, however short the deadline for answers
             key = "hang_timeout_s" if engine.answers else "start_timeout_s"
-            late = now - engine.since > (limit := getattr(self._spec, key))
+            silent_s, limit = now - engine.since, getattr(self._spec, key)
+            late = silent_s > limit
+            if engine.answers and silent_s > SILENT_S and not late and not engine.told:
+                self._note(f"the teacher's engine {number} has not answered for {silent_s:.0f} s")
+                engine.told = True
             return f"did not answer for cluster.{key}={limit:g} s" if late else ""
-        asked, engine.asked = engine.asked, None
+        asked, engine.asked, engine.told = engine.asked, None, False
         try:
             state: TeacherState = ray.get(asked)
         except DEAD as e:

@@ -10,6 +10,7 @@ from rlcore.commands.derived import wire_dtype
 from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.engine_facts import RankLoad, RankMemory
+from rlcore.launch.specs import ELSEWHERE
 from rlcore.learner.specs import LoraSpec
 from rlcore.models.folder import read_shapes
 from rlcore.models.sizes import (
@@ -156,20 +157,19 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
 
 
 def _check_nodes(config: RunConfig, sizes: ModelSizes) -> None:
-    """Check that the learner's ranks fit on nodes of their own, whose memory Kubernetes limits."""
+    """Check that the learner's ranks fit on its nodes, where their memory is known."""
     launch, learner = config.cluster.launch, config.learner
-    if launch.kind != "kubernetes" or not launch.learner_nodes:
+    memory_gib = launch.node(of_learner=True).memory_gib
+    if launch.kind not in ELSEWHERE or not launch.learner_nodes or memory_gib is None:
         return
-    if launch.memory_gib_per_node is None:
-        return  # the launcher says that it is missing
-    node, ranks = launch.node(of_learner=True), -(-learner.ranks // launch.learner_nodes)
+    ranks = -(-learner.ranks // launch.learner_nodes)
     held = _rank(config, sizes)
     if held is None:
         return
     parts = held.host | ({} if learner.num_gpus else held.peak)
     refuse(
-        ranks * total(parts) > node.memory_gib * GIB,
-        f"cluster.launch.learner_memory_gib_per_node={node.memory_gib} is less than what {ranks} "
+        ranks * total(parts) > memory_gib * GIB,
+        f"cluster.launch.learner_memory_gib_per_node={memory_gib} is less than what {ranks} "
         f"learner ranks need on a node, {in_words(parts)} each: raise it or "
         "cluster.launch.learner_nodes.",
     )

@@ -90,11 +90,8 @@ def machines(config: RunConfig) -> list[Machine]:
         found.append(Machine("head", spec.head_cpus, 0, False if own else None))
     for i in range(spec.nodes):
         of_learner = (i < own) if own else None
-        cpus, gpus = spec.cpus_per_node, spec.gpus_per_node
-        if spec.kind == "kubernetes" and of_learner:
-            cpus = spec.learner_cpus_per_node or cpus
-            gpus = gpus if spec.learner_gpus_per_node is None else spec.learner_gpus_per_node
-        found.append(Machine(f"node {i + 1}", cpus, gpus, of_learner))
+        size = spec.node(of_learner=bool(of_learner))
+        found.append(Machine(f"node {i + 1}", size.cpus, size.gpus, of_learner))
     return found
 
 
@@ -120,14 +117,23 @@ def _placed(config: RunConfig, wanted: Sequence[Role]) -> list[Machine]:
             else (f"{first.cpus:g} CPUs")
         )
         where = "of the learner's " if spec.learner_nodes and first.of_learner else ""
+        size, keys = spec.node(of_learner=first.of_learner), _keys(config, first.of_learner)
         refuse(
             True,
-            f"{KEY}.nodes={spec.nodes} with {KEY}.cpus_per_node={spec.cpus_per_node} and "
-            f"{KEY}.gpus_per_node={spec.gpus_per_node} hold all but {count[first.name]} x "
+            f"{KEY}.nodes={spec.nodes} with {keys[0]}={size.cpus} and "
+            f"{keys[1]}={size.gpus} hold all but {count[first.name]} x "
             f"{first.name}, each of {asked} on one {where}node: raise these keys, or lower "
             "actor.*.count, actor.*.num_cpus, learner.ranks or learner.num_cpus.",
         )
     return found
+
+
+def _keys(config: RunConfig, of_learner: bool) -> list[str]:
+    """The keys that say how many CPUs and GPUs each of the learner's nodes, or the others, have."""
+    spec, found = config.cluster.launch, ["cpus_per_node", "gpus_per_node"]
+    own = [f"learner_{name}" for name in found] if of_learner else found
+    given = [getattr(spec, name) is not None for name in own]
+    return [f"{KEY}.{o if g else f}" for o, f, g in zip(own, found, given, strict=True)]
 
 
 def check_idle(config: RunConfig, found: Sequence[Machine]) -> Iterator[str]:
@@ -146,11 +152,14 @@ def check_idle(config: RunConfig, found: Sequence[Machine]) -> Iterator[str]:
 def _remedy(config: RunConfig, found: Sequence[Machine]) -> str:
     """Keys with which no GPU would be idle, by trial."""
     spec = config.cluster.launch
-    if used := max((machine.gpus - machine.free_gpus for machine in found), default=0.0):
-        nodes = sum(1 for machine in found if machine.free_gpus < machine.gpus)
-        fewer = f"{KEY}.nodes={max(nodes, spec.learner_nodes + 1)} {KEY}.gpus_per_node={used:g}"
-    else:
-        fewer = f"{KEY}.gpus_per_node=0"
+    nodes = sum(1 for machine in found if machine.free_gpus < machine.gpus)
+    used = {_keys(config, bool(m.of_learner))[1]: 0.0 for m in found}
+    for machine in found:
+        key = _keys(config, bool(machine.of_learner))[1]
+        used[key] = max(used[key], machine.gpus - machine.free_gpus)
+    fewer = " ".join(f"{key}={most:g}" for key, most in used.items())
+    if nodes:
+        fewer = f"{KEY}.nodes={max(nodes, spec.learner_nodes + 1)} {fewer}"
     label, actor = next(iter(config.actor.items()))
     wanted = roles(config)
     like = next((r for r in wanted if r.name.startswith(f"actor.{label}") and r.gpus), None)

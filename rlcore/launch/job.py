@@ -28,6 +28,7 @@ from rlcore.launch.specs import (
     ELSEWHERE,
     LEARNER_RESOURCE,
     RESOURCE_AMOUNT,
+    JobPart,
     LaunchSpec,
     NodeSize,
 )
@@ -80,25 +81,39 @@ def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Render
 
 
 def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
-    memory = spec.memory_gib_per_node
-    # a node that the job has alone gives it all its memory, not Slurm's default for each CPU
-    amount = f"{memory}G" if memory else "0" if "exclusive" in spec.sbatch else ""
+    first, *others = spec.parts
     options = {
         "job-name": f"rlcore-{Path(run_dir).name}",
-        "nodes": spec.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": spec.cpus_per_node,
-        **({"gpus-per-node": spec.gpus_per_node} if spec.gpus_per_node else {}),
-        **({"mem": amount} if amount else {}),
         "output": f"{run_dir.replace('%', '%%')}/launch/slurm-%j.out",
         "open-mode": "append",  # a requeued job continues its log
         # B: to the batch script alone; TERM comes from scancel, which wants no requeue
         "signal": f"B:USR1@{spec.grace_s}",
         "requeue": "",
         # the run goes on when a node of actors alone is lost
-        **({"no-kill": ""} if spec.least_nodes else {}),
-        **spec.sbatch,
+        **({"no-kill": ""} if spec.least_nodes and not others else {}),
+        **_part_options(first),
     }
+    lines = _lines(options)
+    for part in others:
+        lines += ["#SBATCH hetjob", *_lines(_part_options(part))]
+    return lines
+
+
+def _part_options(part: JobPart) -> dict[str, Any]:
+    memory = part.size.memory_gib
+    # a node that the job has alone gives it all its memory, not Slurm's default for each CPU
+    amount = f"{memory}G" if memory else "0" if "exclusive" in part.sbatch else ""
+    return {
+        "nodes": part.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": part.size.cpus,
+        **({"gpus-per-node": part.size.gpus} if part.size.gpus else {}),
+        **({"mem": amount} if amount else {}),
+        **part.sbatch,
+    }
+
+
+def _lines(options: Mapping[str, object]) -> list[str]:
     return [f"#SBATCH --{name}{_given(value)}" for name, value in options.items()]
 
 
@@ -113,9 +128,10 @@ def _values(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> list[str]:
     # The programs of the environment that rendered this script: the nodes share its file system.
     programs = shlex.quote(str(Path(sys.executable).parent))
     path = [] if spec.container_image else [f'export PATH={programs}:"$PATH"']
+    sizes = [part.size for part in spec.parts]
     counts = {
-        "cpus": spec.cpus_per_node,
-        "gpus": spec.gpus_per_node,
+        "cpus": f"({' '.join(str(size.cpus) for size in sizes)})",
+        "gpus": f"({' '.join(str(size.gpus) for size in sizes)})",
         "learner_nodes": spec.learner_nodes,
         "start_timeout_s": spec.start_timeout_s,
         "retries": spec.retries,
@@ -146,7 +162,7 @@ def _container_words(spec: LaunchSpec) -> tuple[str, str]:
     if spec.container_runtime == "apptainer":
         # /tmp and /dev/shm of the host, where Ray has its sockets and objects, are in it anyway
         bind = ["--bind", ",".join(spec.container_mounts)] if spec.container_mounts else []
-        gpus = ["--nv"] if spec.gpus_per_node else []
+        gpus = ["--nv"] if any(part.size.gpus for part in spec.parts) else []
         run = shlex.join(["apptainer", "exec", *gpus, *bind, image])
         return run, run
     mounts = ",".join(["/tmp:/tmp", *spec.container_mounts])
@@ -249,6 +265,7 @@ def _pod(
     spec: LaunchSpec, node: NodeSize, ports: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     # Ray's object store lives in shared memory, of which a container has 64 MiB by default.
+    assert node.memory_gib is not None
     shared_memory = {"medium": "Memory", "sizeLimit": f"{max(1, node.memory_gib // 3)}Gi"}
     pod: dict[str, Any] = {
         "containers": [_container(spec, node)],

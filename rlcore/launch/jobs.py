@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlcore.errors import StageError, UserError
@@ -42,6 +42,12 @@ class SlurmJob:
     def over(self) -> bool:
         return self.state in OVER
 
+    def joined(self, part: SlurmJob) -> SlurmJob:
+        """The job with another of its parts, each a job to Slurm. It is over once all parts are."""
+        shown = part if self.over and not part.over else self
+        nodes = ",".join(filter(None, (self.nodes, part.nodes)))
+        return replace(shown, nodes=nodes, run_dir=self.run_dir)
+
 
 def keep(run_dir: str, job: str, submitted: str) -> None:
     """Note a job that was taken. `submitted`: the time, in ISO 8601."""
@@ -61,7 +67,10 @@ def kept(run_dir: str) -> list[str]:
 def known(ids: Sequence[str] | None = None) -> list[SlurmJob]:
     """The jobs of these ids, or every job of `rlcore launch` that Slurm still knows."""
     shown = _run(["scontrol", "show", "job", "--oneliner", "--all"]).stdout.splitlines()
-    found = {job.id: job for job in map(_read, shown) if job is not None}
+    found: dict[str, SlurmJob] = {}
+    for job in filter(None, map(_read, shown)):
+        first = found.get(job.id)
+        found[job.id] = job if first is None else first.joined(job)
     if ids is None:
         return list(found.values())
     return [found.get(i, SlurmJob(i, ENDED, "", "", "", "")) for i in ids]
@@ -73,9 +82,9 @@ def _read(line: str) -> SlurmJob | None:
     log = LOG.fullmatch(value.get("StdOut", ""))
     if log is None:
         return None
-    names = ("JobId", "JobState", "Reason", "NodeList", "Restarts")
-    job, state, reason, nodes, restarts = (value.get(name, "") for name in names)
-    return SlurmJob(job, state, reason, nodes, restarts, log[1])
+    names = ("JobState", "Reason", "NodeList", "Restarts")
+    job = value.get("HetJobId") or value.get("JobId", "")
+    return SlurmJob(job, *(value.get(name, "") for name in names), run_dir=log[1])
 
 
 def refuse_another(run_dir: str) -> None:

@@ -49,6 +49,7 @@ class JobNode:
     index: int
     name: str
     job: str
+    part: int  # of a job whose learner's nodes are a part for themselves, and come first
 
     @property
     def temporary(self) -> Path:
@@ -75,7 +76,7 @@ class JobNode:
                 words += [f"--ray-client-server-port={int(port) + 20000}"]
         else:
             words = [f"--address={self.address}", f"--temp-dir={self.temporary}"]
-        store = _store_bytes()
+        store = _store_bytes(self.part)
         return [
             *("ray", "start", *words, f"--num-cpus={self.cpus}", f"--num-gpus={self.gpus}"),
             f"--resources={self.resources}",
@@ -86,10 +87,12 @@ class JobNode:
         ]
 
 
-def _store_bytes() -> int | None:
+def _store_bytes(part: int) -> int | None:
     """Bytes of Ray's object store: a share of the memory that the job has on this node, where Slurm
     says how much that is. Ray itself would take that share of the machine's."""
-    per_node, per_cpu = (os.environ.get(f"SLURM_MEM_PER_{n}") for n in ("NODE", "CPU"))
+    # without its end, a variable is that of the first part
+    end = f"_HET_GROUP_{part}" if "SLURM_HET_SIZE" in os.environ else ""
+    per_node, per_cpu = (os.environ.get(f"SLURM_MEM_PER_{n}{end}") for n in ("NODE", "CPU"))
     mib = int(per_node or 0) or int(per_cpu or 0) * int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
     room = shutil.disk_usage("/dev/shm").total * 0.9
     return int(min(mib * 2**20 * STORE_SHARE, room)) if mib else None
@@ -127,6 +130,7 @@ def _asked(words: Sequence[str]) -> JobNode:
         index=index,
         name=os.environ["SLURMD_NODENAME"],
         job=os.environ["SLURM_JOB_ID"],
+        part=int(index >= learners),
         **asked,
     )
 

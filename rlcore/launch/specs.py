@@ -22,7 +22,26 @@ ELSEWHERE = ("slurm", "kubernetes")  # kinds that get nodes for the run
 LEARNER_NODE = ("learner_cpus_per_node", "learner_gpus_per_node", "learner_memory_gib_per_node")
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 MOUNT = re.compile(r"/[^:,]*:/[^:,]*(:ro)?")
+OPTION = re.compile("[a-z][a-z0-9-]+")
 TIMES = ("time", "time-min", "begin", "deadline")  # options of sbatch
+# options of sbatch that another key gives, and that key
+OWN_OPTIONS = {
+    "nodes": "nodes",
+    "cpus-per-task": "cpus_per_node",
+    "signal": "grace_s",
+    "output": "",
+    "ntasks-per-node": "",
+}
+# A job of two parts is one job in these, and Slurm passes the others on from the first part to the
+# second (src/common/slurm_opt.c of Slurm 22.05: no reset_each_pass).
+WHOLE_JOB = (
+    *(*TIMES, "array", "chdir", "clusters", "dependency", "error", "export", "hold", "input"),
+    *("job-name", "kill-on-invalid-dep", "no-kill", "no-requeue", "open-mode", "requeue", "wait"),
+)
+PASSED_ON = (
+    *("account", "comment", "exclude", "mcs-label", "mem", "nice", "prefer", "priority", "qos"),
+    *("reservation", "wckey"),
+)
 SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)", re.IGNORECASE)
 
 
@@ -30,8 +49,19 @@ class NodeSize(NamedTuple):
     """Amounts of one machine. Example: NodeSize(64, 512, 8)"""
 
     cpus: int
-    memory_gib: int
+    memory_gib: int | None
     gpus: int
+
+
+class JobPart(NamedTuple):
+    """Equal nodes of a Slurm job, and their options of sbatch.
+
+    Example: JobPart(2, NodeSize(64, 512, 8), {"partition": "h100"})
+    """
+
+    nodes: int
+    size: NodeSize
+    sbatch: dict[str, str]
 
 
 class LaunchSpec(Spec):
@@ -41,15 +71,15 @@ class LaunchSpec(Spec):
         Unread(
             (
                 *("nodes", "cpus_per_node", "memory_gib_per_node", "env", "grace_s", "retries"),
-                "idle_gpus",
+                *("idle_gpus", *LEARNER_NODE),
             ),
             lambda spec: spec.kind in ("local", "ray"),
             "kind is neither slurm nor kubernetes",
         ),
         Unread(
             (
-                *("start_timeout_s", "interface", "min_actor_nodes", "sbatch", "setup"),
-                *("container_image", "container_mounts"),
+                *("start_timeout_s", "interface", "min_actor_nodes", "sbatch", "learner_sbatch"),
+                *("setup", "container_image", "container_mounts"),
             ),
             lambda spec: spec.kind != "slurm",
             "kind is not slurm",
@@ -59,13 +89,13 @@ class LaunchSpec(Spec):
             (
                 *("image", "namespace", "claim", "mount", "secret", "node_selector"),
                 *("fs_group", "tolerations", "image_pull_secrets", "labels", "pod"),
-                *("head_cpus", "head_memory_gib", *LEARNER_NODE),
+                *("head_cpus", "head_memory_gib"),
             ),
             lambda spec: spec.kind != "kubernetes",
             "kind is not kubernetes",
         ),
         Unread(
-            (*LEARNER_NODE, "min_actor_nodes"),
+            (*LEARNER_NODE, "min_actor_nodes", "learner_sbatch"),
             lambda spec: not spec.learner_nodes,
             "learner_nodes=0 gives the learner no nodes of its own",
         ),
@@ -105,13 +135,13 @@ class LaunchSpec(Spec):
         "refuse", "slurm, kubernetes: GPUs of the nodes that no role would use"
     )
     learner_cpus_per_node: int | None = setting(
-        None, "kubernetes: CPUs of each of learner_nodes; null: as other nodes", gt=0
+        None, "slurm, kubernetes: CPUs of each of learner_nodes; null: as other nodes", gt=0
     )
     learner_gpus_per_node: int | None = setting(
-        None, "kubernetes: GPUs of each of learner_nodes; null: as other nodes", ge=0
+        None, "slurm, kubernetes: GPUs of each of learner_nodes; null: as other nodes", ge=0
     )
     learner_memory_gib_per_node: int | None = setting(
-        None, "kubernetes: of each of learner_nodes; null: as other nodes", unit="GiB", gt=0
+        None, "slurm, kubernetes: of each of learner_nodes; null: as other nodes", unit="GiB", gt=0
     )
     head_cpus: int = setting(4, "kubernetes: of the pod of controller, buffer and graders", gt=0)
     head_memory_gib: int = setting(16, "kubernetes: of that pod", unit="GiB", gt=0)
@@ -136,6 +166,11 @@ class LaunchSpec(Spec):
     )
     sbatch: dict[str, str] = setting(
         default_factory=dict, meaning="further #SBATCH options, e.g. partition, time"
+    )
+    learner_sbatch: dict[str, str] = setting(
+        default_factory=dict,
+        meaning="slurm: options of learner_nodes alone, e.g. partition, constraint; these or other "
+        "amounts make the learner's nodes the first part of a heterogeneous job",
     )
     setup: list[str] = setting(
         default_factory=list, meaning="slurm: shell lines before anything else"
@@ -195,12 +230,9 @@ class LaunchSpec(Spec):
             "array would write to one run_dir: use rlcore sweep, which submits a job for each "
             "combination of values.",
         )
-        refuse(
-            "hetjob" in self.sbatch,
-            f"{key}.sbatch.hetjob is not accepted, since all nodes of a job have the same amounts: "
-            f"ask for the larger ones, or use {key}.kind=kubernetes, whose learner nodes have "
-            "amounts of their own.",
-        )
+        self._check_sbatch(key)
+        if len(self.parts) > 1:
+            self._check_parts(key)
         actors = self.nodes - self.learner_nodes
         refuse(
             self.min_actor_nodes is not None and 0 < actors < self.min_actor_nodes,
@@ -215,7 +247,55 @@ class LaunchSpec(Spec):
             f"among {', '.join(TOLERATION)}.",
         )
 
-    @field_validator("env", "sbatch", "node_selector", "labels", mode="before")
+    def _check_sbatch(self, key: str) -> None:
+        refuse(
+            "hetjob" in self.sbatch,
+            f"{key}.sbatch.hetjob is not accepted: {key}.learner_nodes=1 with "
+            f"{key}.learner_gpus_per_node, learner_cpus_per_node, learner_memory_gib_per_node or "
+            "learner_sbatch makes a job of two parts.",
+        )
+        for name in [name for name in OWN_OPTIONS if name in self.sbatch]:
+            remedy = f"set {key}.{OWN_OPTIONS[name]}" if OWN_OPTIONS[name] else "leave it out"
+            refuse(True, f"{key}.sbatch.{name} is what rlcore gives to sbatch itself: {remedy}.")
+        for name, value in (self.sbatch | self.learner_sbatch).items():
+            refuse(
+                not OPTION.fullmatch(name) or not value.isprintable(),
+                f"{key}.sbatch.{name!r}={value!r} cannot be written to the script: write the "
+                "long name of an option without its hyphens, and a value of one line.",
+            )
+
+    def _check_parts(self, key: str) -> None:
+        """Refuse what Slurm does not do in a job of two parts, or does to both."""
+        own = f"{key}.learner_sbatch"
+        for name, value in self.learner_sbatch.items():
+            refuse(
+                name in OWN_OPTIONS or name == "hetjob",
+                f"{own}.{name} is what rlcore gives to sbatch itself: leave it out.",
+            )
+            refuse(
+                name in WHOLE_JOB,
+                f"{own}.{name}={value} would not hold for the learner's nodes alone, since a job "
+                f"has one: give {key}.sbatch.{name}.",
+            )
+            refuse(
+                name in PASSED_ON and name not in self.sbatch,
+                f"{own}.{name}={value} would hold for the other nodes, too, since Slurm passes it "
+                f"on to a job's second part: give {key}.sbatch.{name}, which is theirs.",
+            )
+        memory = self.parts[0].size.memory_gib is not None or "exclusive" in self.learner_sbatch
+        refuse(
+            memory and self.memory_gib_per_node is None and "exclusive" not in self.sbatch,
+            f"{key}.memory_gib_per_node=null would give the memory of the learner's nodes to the "
+            f"others, since Slurm passes it on to a job's second part: set it.",
+        )
+        refuse(
+            self.min_actor_nodes is not None or "no-kill" in self.sbatch,
+            f"{key}.min_actor_nodes and {key}.sbatch.no-kill are not accepted in a job of two "
+            "parts, which Slurm requeues when it loses a node: leave both out, or give all nodes "
+            "the same amounts.",
+        )
+
+    @field_validator("env", "sbatch", "learner_sbatch", "node_selector", "labels", mode="before")
     @classmethod
     def _takes_numbers(cls, data: Any) -> Any:
         """Numbers as text, but a time as a number, which may be YAML's reading of 24:00:00."""
@@ -234,9 +314,20 @@ class LaunchSpec(Spec):
         actors = self.nodes - self.learner_nodes
         return self.learner_nodes + (self.min_actor_nodes or -(-actors // 2))
 
+    @property
+    def parts(self) -> tuple[JobPart, ...]:
+        """The learner's nodes and the others where they differ on Slurm, else all nodes."""
+        learner, others = self.node(of_learner=True), self.node(of_learner=False)
+        unlike = self.learner_nodes and (self.learner_sbatch or learner != others)
+        if self.kind != "slurm" or not unlike:
+            return (JobPart(self.nodes, others, self.sbatch),)
+        return (
+            JobPart(self.learner_nodes, learner, self.sbatch | self.learner_sbatch),
+            JobPart(self.nodes - self.learner_nodes, others, self.sbatch),
+        )
+
     def node(self, *, of_learner: bool) -> NodeSize:
-        """Amounts of each node of a worker group on Kubernetes. The memory must be set."""
-        assert self.memory_gib_per_node is not None
+        """Amounts of each of the learner's nodes, or of each of the others."""
         common = NodeSize(self.cpus_per_node, self.memory_gib_per_node, self.gpus_per_node)
         if not (of_learner and self.learner_nodes):
             return common

@@ -164,6 +164,9 @@ class ScheduleSpec(BatchingSpec):
         )
 
 
+SILENT_S = 40.0  # a process is named whose silence is longer, whatever its deadline
+
+
 class SupervisionSpec(Spec):
     """When a role counts as lost, and how often it may be."""
 
@@ -195,8 +198,9 @@ class SupervisionSpec(Spec):
     @property
     def suspect_after_s(self) -> float:
         """An actor that leaves a heartbeat unanswered for longer is given no more work, and others
-        are asked for what it holds, long before it counts as hung."""
-        return min(self.hang_timeout_s, max(3 * self.heartbeat_s, self.hang_timeout_s / 8))
+        are asked for what it holds. That is within a minute, and before it counts as hung."""
+        longest = max(3 * self.heartbeat_s, self.hang_timeout_s / 8)
+        return min(self.hang_timeout_s, longest, SILENT_S)
 
 
 class EvaluatedTaskSpec(EvalTaskSpec):

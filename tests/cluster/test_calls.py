@@ -67,6 +67,53 @@ def test_a_process_that_stood_still_reads_an_answer_that_came_meanwhile():
     assert asyncio.run(stands_still()) == 7
 
 
+@pytest.mark.parametrize("limit_s", [60.0, 120.0, 1000.0, 2969.0])
+def test_a_silent_process_is_named_before_a_minute_has_passed(limit_s, monkeypatch):
+    """With a clock of the parts of the deadline instead of the time."""
+    waited, said = [], []
+    real = asyncio.wait
+
+    async def wait(tasks, *, timeout):
+        waited.append(timeout)
+        if sum(waited) > 70 and limit_s > 70:
+            answer.set_result(7)
+        return await real(tasks, timeout=0.001)
+
+    async def asked():
+        nonlocal answer
+        answer = asyncio.get_running_loop().create_future()
+        more = {"key": "cluster.hang_timeout_s", "who": "rank 0"}
+        return await call(
+            answer,
+            timeout_s=limit_s,
+            what="it",
+            **more,
+            note=lambda s: said.append((sum(waited), s)),
+        )
+
+    answer = None
+    monkeypatch.setattr(asyncio, "wait", wait)
+    if limit_s < 70:
+        with pytest.raises(DeadlineExceeded):
+            asyncio.run(asked())
+    else:
+        assert asyncio.run(asked()) == 7
+        assert said.pop()[1] == "rank 0 answers again"
+    ((at, sentence),) = said
+    assert 40 <= at < 60
+    assert sentence == (
+        f"rank 0 has not answered for {at:.0f} s: the run waits for it until "
+        f"cluster.hang_timeout_s={limit_s:g} s have passed"
+    )
+
+
+def test_a_short_deadline_is_its_own_sentence():
+    said = []
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(call(asyncio.sleep(5), timeout_s=0.01, what="it", key="k", note=said.append))
+    assert said == []
+
+
 def test_the_buffers_client_passes_on_all_that_the_buffer_says_of_failed_scores():
     class Failed:
         class failed_scores:

@@ -21,7 +21,7 @@ def test_a_silent_head_is_asked_for_no_nodes_and_counts_as_lost(monkeypatch):
     async def head_answers():
         return next(answers)
 
-    async def pid():
+    async def pid(note):
         return 1
 
     async def nothing(name=""):
@@ -30,7 +30,7 @@ def test_a_silent_head_is_asked_for_no_nodes_and_counts_as_lost(monkeypatch):
 
     monkeypatch.setattr(heartbeats, "head_answers", head_answers)
     graders = SimpleNamespace(pid=pid, notes=lambda: nothing("notes"))
-    shards = SimpleNamespace(watch=lambda: nothing("shards"))
+    shards = SimpleNamespace(watch=lambda note: nothing("shards"))
     watch = RayRoleWatch(
         SimpleNamespace(handle=None),
         SimpleNamespace(roles=lambda: []),

@@ -102,7 +102,7 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     buffer = buffer_class().remote()
     hosting = Handles(buffer)
     shards = RayShards(hosting, hosting)
-    assert asyncio.run(shards.watch()) == []
+    assert asyncio.run(shards.watch(print)) == []
     process = shard_name("buffer-test", there)
     outlet = NodeOutlet("add_records", process, buffer)
     outlet([RECORD])
@@ -135,8 +135,8 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     os.kill(pid, signal.SIGKILL)
     # nothing is lost meanwhile
     wait_until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1], 120)
-    assert asyncio.run(shards.watch()) == [first.shard]
-    wait_until(lambda: not asyncio.run(shards.watch()) and _named(process), 120)
+    assert asyncio.run(shards.watch(print)) == [first.shard]
+    wait_until(lambda: not asyncio.run(shards.watch(print)) and _named(process), 120)
     with pytest.raises(ShardLost):
         fetch_records({first.shard: [first.key]})
     with pytest.raises(ShardLost):
@@ -157,7 +157,7 @@ def test_a_nodes_graders_give_training_scores_to_its_shard(two_nodes):
     buffer = buffer_class().options(name="buffer-test").remote()
     hosting = Handles(buffer)
     shards = RayShards(hosting, hosting)
-    assert asyncio.run(shards.watch()) == []
+    assert asyncio.run(shards.watch(print)) == []
     home = buffer_class().options(name="home").remote()
     scorer = actor_class(scorer_class(), num_cpus=0, scheduling_strategy=on_node(there))
     process = scorer.remote("buffer-test", (), "", "home")

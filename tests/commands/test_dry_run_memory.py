@@ -188,9 +188,10 @@ def test_a_critic_with_a_model_of_its_own_is_counted(tmp_path, capsys, no_cluste
     assert "critic " in capsys.readouterr().out
 
 
-def test_the_learners_own_nodes_hold_what_its_ranks_keep_on_the_host(tmp_path, capsys, no_cluster):
+@pytest.mark.parametrize("kind", ["kubernetes", "slurm"])
+def test_the_learners_own_nodes_hold_what_its_ranks_keep(kind, tmp_path, capsys, no_cluster):
     hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
-    launch = ("cluster.launch.kind=kubernetes", "cluster.launch.nodes=3", *ROOM)
+    launch = (f"cluster.launch.kind={kind}", "cluster.launch.nodes=3", *ROOM)
     nodes = ("cluster.launch.learner_nodes=1", "cluster.launch.memory_gib_per_node=64")
     run = words(tmp_path, "dense_32b_16gpus", *launch, *nodes)
     assert main(run) == 2

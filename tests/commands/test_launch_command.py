@@ -107,6 +107,34 @@ def test_a_folder_has_one_job_at_a_time_which_is_shown_and_cancelled(slurm, caps
     assert main([*WORDS, *SLURM]) == 0 and jobs.kept("runs/there") == ["42", "42"]
 
 
+def test_the_parts_of_a_job_are_one_job(slurm, capsys):
+    log = "StdOut=/data/runs/there/launch/slurm"
+    job, rest = "HetJobId=42", "Reason=None Restarts=1"
+    slurm(
+        sbatch='case "$1" in --parsable) echo 42 ;; esac',
+        scontrol=f"""
+        read -r first second < state
+        echo "JobId=42 {job} JobState=$first {rest} NodeList=n1 {log}-42.out"
+        echo "JobId=43 {job} JobState=$second {rest} NodeList=n[2-3] {log}-43.out"
+        """,
+    )
+    Path("state").write_text("RUNNING RUNNING\n")
+    assert main([*WORDS, *SLURM, "cluster.launch.learner_cpus_per_node=9"]) == 0
+    capsys.readouterr()
+    for words in ([], ["run_dir=runs/there"]):
+        assert main(["jobs", *words]) == 0
+        _, line = capsys.readouterr().out.splitlines()
+        assert line.split() == ["42", "RUNNING", "None", "n1,n[2-3]", "1", "/data/runs/there"]
+    assert main(["cancel", "run_dir=runs/there"]) == 0
+    Path("state").write_text("FAILED COMPLETING\n")  # not over before all of it is
+    assert main([*WORDS, *SLURM]) == 2
+    assert "has job 42 already (COMPLETING)" in capsys.readouterr().err
+    assert main(["cancel", "run_dir=runs/there"]) == 0
+    Path("state").write_text("FAILED CANCELLED\n")
+    assert main([*WORDS, *SLURM]) == 0
+    assert Path("scancelled").read_text() == "--batch --signal=TERM 42\n42\n"
+
+
 KUBERNETES = ["cluster=kubernetes", "cluster.launch.image=i", "cluster.launch.claim=c"]
 KUBECTL = """
 echo "$*" >> asked

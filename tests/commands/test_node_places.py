@@ -44,6 +44,14 @@ def test_roles_are_listed_by_node_with_those_of_the_learner_on_its_own():
             [*launch(nodes=2, learner_nodes=1, cpus_per_node=2), "learner.ranks=3"],
             r"all but 1 x learner rank, each of 1 CPUs on one of the learner's node",
         ),
+        (
+            [
+                *launch(nodes=2, learner_nodes=1, cpus_per_node=8, learner_cpus_per_node=2),
+                "learner.ranks=3",
+            ],
+            r"learner_cpus_per_node=2 and .*all but 1 x learner rank, each of 1 CPUs on one of the "
+            r"learner's node",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_role(words, said):
@@ -76,8 +84,14 @@ def idle(*words):
             "set actor.bf16.count=4 learner.ranks=4, or ask for cluster.launch.nodes=2 "
             "cluster.launch.gpus_per_node=1",
         ),
+        (
+            [*launch(nodes=2, gpus_per_node=4, learner_nodes=1, learner_gpus_per_node=2), *GPUS],
+            "2 of the 6 GPUs",
+            "set actor.bf16.count=4 learner.ranks=2, or ask for cluster.launch.nodes=2 "
+            "cluster.launch.learner_gpus_per_node=1 cluster.launch.gpus_per_node=1",
+        ),
     ],
-    ids=["none", "shared", "own"],
+    ids=["none", "shared", "own", "unlike"],
 )
 def test_idle_gpus_are_refused_with_keys_that_would_use_all(words, used, remedy):
     with pytest.raises(UserError) as error:

@@ -29,6 +29,9 @@ NOISE = "actor.bf16.num_gpus=1 actor.bf16.logit_noise=0.1 actor.bf16.async_sched
 TWO = ENGINE + TEACHER.replace("teacher=frozen ", "") + "teacher.engine.tensor_parallel=2"
 REWARD = "task.rewards.style.http.url=http://h/p "
 SLURM = "cluster.launch.kind=slurm "
+PARTS = (
+    "cluster.launch.nodes=2 cluster.launch.learner_nodes=1 cluster.launch.learner_cpus_per_node=9 "
+)
 
 SECTIONS = [
     # buffer, loop, corrections
@@ -190,8 +193,45 @@ SECTIONS = [
     ),
     (
         SLURM + "cluster.launch.sbatch.hetjob=a",
-        "launch.kind=kubernetes",
-        "cluster.launch.kind=kubernetes -cluster.launch.sbatch.hetjob=",
+        "makes a job of two parts",
+        PARTS + "-cluster.launch.sbatch.hetjob=",
+    ),
+    (SLURM + "cluster.launch.sbatch.nodes=2", "set ", "-cluster.launch.sbatch.nodes= " + PARTS),
+    (SLURM + "cluster.launch.sbatch.output=a", "leave it out", "-cluster.launch.sbatch.output="),
+    (
+        SLURM + "cluster.launch.sbatch.N=2",
+        "write the long name",
+        "-cluster.launch.sbatch.N= cluster.launch.sbatch.comment=a",
+    ),
+    (
+        SLURM + PARTS + "cluster.launch.learner_sbatch.nodes=2",
+        "leave it out",
+        "-cluster.launch.learner_sbatch.nodes=",
+    ),
+    (
+        SLURM + PARTS + "cluster.launch.learner_sbatch.time='9'",
+        "sbatch.time",
+        "-cluster.launch.learner_sbatch.time= cluster.launch.sbatch.time='9'",
+    ),
+    (
+        SLURM + PARTS + "cluster.launch.learner_sbatch.qos=a",
+        "sbatch.qos",
+        "cluster.launch.sbatch.qos=b",
+    ),
+    (
+        SLURM + PARTS + "cluster.launch.learner_memory_gib_per_node=9",
+        "set it",
+        "cluster.launch.memory_gib_per_node=9",
+    ),
+    (
+        SLURM + PARTS + "cluster.launch.min_actor_nodes=1",
+        "leave both out",
+        "-cluster.launch.min_actor_nodes=",
+    ),
+    (
+        SLURM + PARTS + "cluster.launch.min_actor_nodes=1",
+        "the same amounts",
+        "-cluster.launch.learner_cpus_per_node=",
     ),
     (
         SLURM + "cluster.launch.sbatch.array=1-3",

@@ -190,13 +190,17 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
     **{
         f"cluster.launch.learner_{name}_per_node": [
             ("9", f"cluster.launch.kind={kind} cluster.launch.learner_nodes={nodes}", OWN_NODES)
-            for kind, nodes in (("slurm", 1), ("kubernetes", 0))
+            for kind, nodes in (("ray", 1), ("kubernetes", 0))
         ]
         for name in ("cpus", "gpus", "memory_gib")
     },
     "cluster.launch.min_actor_nodes": [
         ("1", f"{SLURM_TWO} cluster.launch.learner_nodes=0", SLURM_TWO),
         ("1", f"{SLURM_TWO} cluster.launch.kind=kubernetes", SLURM_TWO),
+    ],
+    "cluster.launch.learner_sbatch": [
+        ("{partition:a}", f"{SLURM_TWO} cluster.launch.learner_nodes=0", SLURM_TWO),
+        ("{partition:a}", f"{SLURM_TWO} cluster.launch.kind=kubernetes", SLURM_TWO),
     ],
     "logging.project": [("mine", "logging.wandb=disabled", "logging.wandb=offline")],
     "logging.prometheus_host": [("0.0.0.0", "", "logging.prometheus_port=9090")],

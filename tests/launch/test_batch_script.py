@@ -20,7 +20,12 @@ PROGRAMS = {
     "scontrol": """
 echo "scontrol $*" >> "$LOG"
 case "$2" in
-  hostnames) printf "n1\\nn2\\nn3\\n" ;;
+  hostnames)
+    case "$3" in
+      "n[1-3]") printf "n1\\nn2\\nn3\\n" ;;
+      "n[2-3]") printf "n2\\nn3\\n" ;;
+      *) echo "$3" ;;
+    esac ;;
   job) echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=${PREEMPTED:-None}" ;;
 esac
 """,
@@ -116,8 +121,9 @@ REQUEUED = "scontrol requeue 7"
         {},
         {"nodes": 8, "gpus_per_node": 8, "learner_nodes": 3, "env": {"A": "it's"}},
         {"container_image": "a#b", "interface": "ib0", "sbatch": {"comment": "a b", "no-kill": ""}},
+        {"nodes": 2, "learner_nodes": 1, "learner_sbatch": {"constraint": "a|b"}},
     ],
-    ids=["least", "large", "image"],
+    ids=["least", "large", "image", "parts"],
 )
 def test_the_batch_script_is_valid_bash(more, check):
     if subprocess.run(["which", check[0]], capture_output=True).returncode:
@@ -136,6 +142,81 @@ def test_options_are_quoted_as_sbatch_reads_them():
     assert "#SBATCH --time=4:00:00" in options and "#SBATCH --requeue" in options
     assert "#SBATCH --output='/data/a b%%/launch/slurm-%j.out'" in options
     assert "#SBATCH --signal=B:USR1@300" in options and "#SBATCH --no-kill" not in options
+
+
+UNLIKE = {"nodes": 3, "learner_nodes": 1, "learner_gpus_per_node": 8, "learner_cpus_per_node": 64}
+
+
+def test_nodes_that_are_not_alike_are_two_parts_with_options_of_their_own():
+    """Slurm passes the job's options on from the first part, but not these."""
+    spec = LaunchSpec(
+        kind="slurm",
+        **UNLIKE,
+        memory_gib_per_node=32,
+        learner_memory_gib_per_node=900,
+        sbatch={"partition": "cpu", "time": "4:00:00"},
+        learner_sbatch={"partition": "gpu", "exclusive": ""},
+    )
+    spec.check("cluster.launch")
+    (text,) = render(spec, WORDS, "/data/a b").files.values()
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    at = options.index("#SBATCH hetjob")
+    first, second = (
+        {line.removeprefix("#SBATCH --") for line in lines}
+        for lines in (options[:at], options[at + 1 :])
+    )
+    one = {"nodes=1", "cpus-per-task=64", "gpus-per-node=8", "mem=900G", "partition=gpu"}
+    assert one | {"exclusive", "requeue", "signal=B:USR1@300", "time=4:00:00"} < first
+    assert second == {
+        *("nodes=2", "cpus-per-task=8", "mem=32G", "partition=cpu", "ntasks-per-node=1"),
+        "time=4:00:00",
+    }
+    assert "no-kill" not in first  # Slurm would requeue one part and go on with the other
+    assert "cpus=(64 8) gpus=(8 0) " in text
+
+
+def test_equal_amounts_need_no_parts():
+    same = LaunchSpec(kind="slurm", nodes=2, learner_nodes=1, learner_cpus_per_node=8)
+    assert len(same.parts) == 1
+    assert "hetjob" not in next(iter(render(same, WORDS, "/data/a").files.values()))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"learner_sbatch": {"time": "9"}}, r"learner_sbatch\.time=9 .* give .*sbatch\.time\."),
+        ({"learner_sbatch": {"qos": "high"}}, r"Slurm passes it on .*: give .*launch\.sbatch\.qos"),
+        ({"learner_sbatch": {"nodes": "9"}}, r"learner_sbatch\.nodes is what rlcore gives"),
+        ({"learner_memory_gib_per_node": 9}, r"launch\.memory_gib_per_node=null would give"),
+        ({"min_actor_nodes": 1}, r"min_actor_nodes .* not accepted in a job of two parts"),
+        ({"sbatch": {"no-kill": ""}}, r"sbatch\.no-kill are not accepted in a job of two parts"),
+    ],
+)
+def test_what_slurm_does_not_do_by_parts_is_refused(more, said):
+    with pytest.raises(UserError, match=said):
+        LaunchSpec(kind="slurm", **UNLIKE, **more).check("cluster.launch")
+
+
+@pytest.mark.processes
+def test_each_part_has_its_words_of_one_step(allocation):
+    own = {"learner_cpus_per_node": 64, "learner_gpus_per_node": 4}
+    parts = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
+    process, log = allocation(own, **parts, SLURM_JOB_NODELIST_HET_GROUP_1="n[2-3]")
+    assert process.wait(timeout=deadline(30)) == 0
+    (step,) = [line for line in lines(log) if line.startswith("srun")]
+    first, second = step.removeprefix("srun ").split(" : ")
+    for part, text, count, cpus, gpus in ((0, first, 1, 64, 4), (1, second, 2, 8, 8)):
+        assert text.startswith(f"--het-group={part} --nodes={count} --ntasks={count} ")
+        assert f"--cpus-per-task={cpus} " in text and f"--cpus={cpus} --gpus={gpus} " in text
+    (joined,) = [line for line in lines(log) if line.startswith("joined")]
+    assert joined.endswith(" n1 n2 n3")
+
+
+@pytest.mark.processes
+def test_a_script_of_two_parts_needs_a_job_of_two(allocation):
+    process, log = allocation({"learner_cpus_per_node": 64})
+    assert process.wait(timeout=deadline(30)) != 0
+    assert not [line for line in lines(log) if line.startswith(("srun", "rlcore"))]
 
 
 def test_nodes_of_actors_alone_may_be_lost():

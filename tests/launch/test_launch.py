@@ -96,9 +96,19 @@ def test_a_time_is_written_in_quotes(tmp_path):
     assert load(words, tmp_path).cluster.launch.sbatch == {"time": "24:00:00"}
 
 
-def test_parts_of_a_job_with_other_amounts_are_refused():
-    with pytest.raises(UserError, match=r"sbatch\.hetjob is not accepted.*launch\.kind=kubernetes"):
-        LaunchSpec(kind="slurm", sbatch={"hetjob": ""}).check("cluster.launch")
+@pytest.mark.parametrize(
+    ("sbatch", "said"),
+    [
+        ({"hetjob": ""}, r"sbatch\.hetjob is not accepted: .*learner_nodes=1 with "),
+        ({"nodes": "9"}, r"sbatch\.nodes is what rlcore gives .*: set cluster\.launch\.nodes\."),
+        ({"output": "x"}, r"sbatch\.output is what rlcore gives .*: leave it out\."),
+        ({"comment": "a\ntouch x"}, "cannot be written to the script"),
+        ({"comment\ntouch": "x"}, "cannot be written to the script"),
+    ],
+)
+def test_options_that_sbatch_cannot_have_from_a_user_are_refused(sbatch, said):
+    with pytest.raises(UserError, match=said):
+        LaunchSpec(kind="slurm", sbatch=sbatch).check("cluster.launch")
 
 
 def test_a_mount_has_two_absolute_paths():

@@ -130,10 +130,10 @@ def test_another_node_waits_for_the_head_and_does_not_pass_signals_on(node, tmp_
     script.kill()
 
 
-def command(index, monkeypatch, **environment):
+def command(index, monkeypatch, *, part=0, **environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    made = JobNode("10.0.0.1:20007", 4, 8, "{}", "/run", 60.0, 1, index, "n1", "7")
+    made = JobNode("10.0.0.1:20007", 4, 8, "{}", "/run", 60.0, 1, index, "n1", "7", part)
     return made.command()
 
 
@@ -153,7 +153,12 @@ def test_the_object_store_is_a_share_of_the_job_s_memory(monkeypatch):
     monkeypatch.delenv("SLURM_MEM_PER_NODE")
     of_cpus = command(0, monkeypatch, SLURM_MEM_PER_CPU="500", SLURM_CPUS_ON_NODE="4")
     assert f"--object-store-memory={600 * 2**20}" in of_cpus
-    monkeypatch.delenv("SLURM_MEM_PER_CPU")
+    # the parts of a job: the variable without an end is the first one's everywhere
+    parts = {f"SLURM_MEM_PER_NODE_HET_GROUP_{i}": str(1000 * i) for i in (1, 2)}
+    of_part = command(1, monkeypatch, part=1, SLURM_HET_SIZE="2", SLURM_MEM_PER_NODE="9", **parts)
+    assert f"--object-store-memory={300 * 2**20}" in of_part
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_HET_SIZE"):
+        monkeypatch.delenv(name)
     assert not any("object-store" in word for word in command(0, monkeypatch))
 
 

@@ -171,6 +171,42 @@ def node_away(slurm):
         slurm.allow_silence(20)
 
 
+def parts(slurm):
+    """Nodes that are not alike: at the time limit, at the loss of a node, at `rlcore cancel`."""
+    own = ("cluster.launch.learner_cpus_per_node=3", "+cluster.launch.learner_sbatch.nodelist=n3")
+    job = slurm.launch("two parts", *TWO, *own, OFTEN)
+    job.wait_rows()
+    assert runs(slurm, "n3", "ray::LearnerActor") and runs(slurm, "n3", "ray::BufferActor")
+    (actor,) = [n for n in ("n1", "n2") if runs(slurm, n, "ray::RolloutActor")]
+    memory = slurm.on(actor, "sh", "-c", "ps -eo args | grep -o 'object_store_memory=[0-9]*'")
+    assert int(memory.stdout.split()[0].partition("=")[2]) == int(2000 * 0.3 * 2**20)
+    shown = slurm.on("login", *RLCORE, "jobs").stdout
+    assert re.search(rf"^ *{job.id} +RUNNING +None +n3,{actor} ", shown, re.MULTILINE)
+    assert len(shown.splitlines()) == 2  # one job, below the line of names
+    again = slurm.on("login", *RLCORE, "launch", *slurm.words(), f"run_dir={job.run_dir}")
+    assert f"has job {job.id} already (RUNNING)" in again.stderr
+
+    def signal():
+        slurm.on("login", "scancel", "--batch", "--signal=USR1", job.id)
+
+    comes_back(job, "training", signal, 1)
+    (actor,) = [n for n in ("n1", "n2") if runs(slurm, n, "ray::RolloutActor")]
+    slurm.kill(actor)
+    try:
+        job.wait("JobState", "PENDING", seconds=240)
+        stopped = job.newest
+        assert stopped == job.rows > 0
+        job.wait("JobState", "RUNNING", seconds=300)
+        job.wait_rows()
+        assert f"continuing from step_{stopped:06d}" in job.text
+        slurm.on("login", *RLCORE, "cancel", f"run_dir={job.run_dir}")
+        job.wait("JobState", "FAILED", "CANCELLED")
+        assert job.newest == job.rows and left_on(slurm, job, "n1", "n2", "n3") == []
+        wait_until(lambda: not slurm.on("login", "squeue", "-h").stdout, 60, "both parts", 0.5)
+    finally:
+        slurm.boot(actor)
+
+
 def bad_node(slurm):
     """Ray cannot make its folder on n2."""
     tmp = slurm.state / "root/n2/tmp"
@@ -248,7 +284,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(cancel, node_lost, requeue, cancel_at_the_start, preempt, node_away),
-        *(time_limit, two_users, bad_node, cancel_by_rlcore, finished, in_salloc),
+        *(time_limit, two_users, bad_node, cancel_by_rlcore, finished, in_salloc, parts),
     )
 }
 A_TURN = 2

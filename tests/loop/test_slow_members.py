@@ -41,6 +41,12 @@ def test_one_hung_actor_of_three_holds_the_learner_up_for_no_longer_than_it_take
     assert simulation.reporter.rows[-1]["ledger/failed"] == 0  # silence is not counted as a loss
 
 
+@pytest.mark.parametrize(("hang_s", "heartbeat_s"), [(1200, 5), (1200, 30), (45, 5)])
+def test_a_silent_actor_is_named_within_a_minute_whatever_the_settings(hang_s, heartbeat_s):
+    spec = SupervisionSpec(heartbeat_s=heartbeat_s, hang_timeout_s=hang_s)
+    assert spec.suspect_after_s <= 40
+
+
 def test_an_actor_that_was_silent_for_a_while_goes_on_where_it_was(tmp_path):
     async def nap(simulation):
         await simulation.until(20)

@@ -53,12 +53,12 @@ class RayScorer(ScorerClient):
         limit = SAMPLES_TIMEOUT_S + ANSWER_S
         return list(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
 
-    async def pid(self) -> int:
-        """Its process id; a changed one means that it was restarted. Raises the error that stopped
-        the scoring."""
+    async def pid(self, note: Callable[[str], None]) -> int:
+        """Its process id; a changed one means that it was restarted. `note` is told of its silence.
+        Raises the error that stopped the scoring."""
         limit, key = self._hang_timeout_s, "cluster.hang_timeout_s"
         ref, what = self.handle.pid.remote(), f"a heartbeat of {WHO}"
-        return int(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
+        return int(await call(ref, timeout_s=limit, what=what, key=key, who=WHO, note=note))
 
     async def notes(self) -> list[str]:
         """Sentences for the user since the last call, such as of a reward that does not answer."""
@@ -151,7 +151,7 @@ class RayNodeScorers:
         if lives and not _started(client):
             return False
         try:
-            pid = await client.pid() if lives else None
+            pid = await client.pid(self._note) if lives else None
             for sentence in await client.notes() if lives else ():
                 self._note(f"on node {node[:12]}: {sentence}")
         except DeadlineExceeded:

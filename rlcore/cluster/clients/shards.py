@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,22 +215,23 @@ class RayShards:
         """Names of the shards that are not known to be lost."""
         return list(self._handles)
 
-    async def watch(self) -> list[str]:
-        """A heartbeat of all shards; returns the names of lost ones, once each."""
+    async def watch(self, note: Callable[[str], None]) -> list[str]:
+        """A heartbeat of all shards; returns the names of lost ones, once each. `note` is told of
+        silent ones."""
         await asyncio.to_thread(self.start)
         names = self.names
-        alive = await asyncio.gather(*(self._alive(name) for name in names))
+        alive = await asyncio.gather(*(self._alive(name, note) for name in names))
         lost = [name for name, lives in zip(names, alive, strict=True) if not lives]
         for name in lost:
             self._lost_at[self._nodes.pop(name)] = time.monotonic()
             await asyncio.to_thread(kill, self._handles.pop(name))  # waits for Ray's head
         return lost
 
-    async def _alive(self, name: str) -> bool:
+    async def _alive(self, name: str, note: Callable[[str], None]) -> bool:
         ref, what = self._handles[name].alive.remote(), f"a heartbeat of {name}"
         key = "cluster.hang_timeout_s"
         try:
-            await call(ref, timeout_s=self._limit_s, what=what, key=key, who=name)
+            await call(ref, timeout_s=self._limit_s, what=what, key=key, who=name, note=note)
         except (StageError, DeadlineExceeded):
             return False
         return True
