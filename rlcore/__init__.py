@@ -1,7 +1,7 @@
 """rlcore: asynchronous actor-learner reinforcement learning of language models.
 
-`train`, `evaluate`, `export`, `draw`, `load_run` and `Callback` are those of `rlcore/api.py`,
-`diagnose` that of `rlcore/dumps/diagnose.py`; nothing is imported before one is used."""
+`train`, `evaluate`, `export`, `draw`, `load_run` and `Callback` come from `rlcore/api.py`,
+`diagnose` from `rlcore/dumps/diagnose.py`; nothing is imported before one is used."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def export(
     dtype: str | None = None,
 ) -> Path:
     """`rlcore export`: write a checkpoint's model to a new folder, and return it. `form`: trained,
-    rounded or compressed-tensors; `dtype`: float32, bfloat16, float16, or None for that of the
+    rounded or compressed-tensors; `dtype`: float32, bfloat16, float16, or None for the dtype of the
     starting model's folder. Raises as `train`."""
     config = _config("export", [], run_dir, None)
     from rlcore.commands.evaluate import export as command
@@ -210,7 +210,7 @@ def _config(
 
 
 def _apart(work: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
-    """Run `work`, in a thread of its own where this one has an event loop, as in a notebook. There,
+    """Run `work`, in its own thread where this one has an event loop, as in a notebook. There,
     the first interrupt calls `stop`, and a second one is raised."""
     try:
         asyncio.get_running_loop()

@@ -57,7 +57,7 @@ def _written(data: Any, folder: Path) -> Path:
     try:
         lines = [json.dumps(dict(row), ensure_ascii=False, default=_plain) for row in rows]
     except TypeError as error:
-        raise UserError(f"data= holds a value that is no JSON: {error}.") from error
+        raise UserError(f"data= holds a value that is not JSON: {error}.") from error
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return file
 

@@ -400,8 +400,8 @@ def config_of(given: Given) -> RunConfig:
 
 
 def _of_three_words(given: Given) -> Given:
-    """The words with model=, data= and reward= as the settings that they stand for, and, of a new
-    run, with those that are chosen besides, which are printed with their reasons."""
+    """The words with model=, data= and reward= as the settings that they stand for. A new run also
+    has the settings that are chosen besides, which are printed with their reasons."""
     from rlcore.config.groups import three_words
 
     if given.verb.key("data") is None:

@@ -1,6 +1,6 @@
 """Facts of an engine that a run is checked, counted and described by before any engine exists.
 
-A shipped engine's facts stand beside it in a file that imports neither torch nor the engine, and a
+A shipped engine's facts stand next to it in a file that imports neither torch nor the engine. A
 registry names them (`ENGINE_FACTS` of `learner/specs.py` and of `rollout/specs.py`); a class of a
 user's own names its facts in its attribute `facts`. Without one it is `EngineFacts` itself: an
 engine that reads none of the settings that only some engines read, and states no memory.

@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or absent: written beside, then renamed."""
+"""Files and folders that are either whole or absent: written aside, then renamed."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
 
 def hub_folders(kind: str, name: str) -> tuple[Path, Path]:
-    """(the repository's folder in the local cache, that of its newest downloaded files), which may
+    """(the repository's folder in the local cache, with its newest downloaded files), which may
     not exist. `kind`: models or datasets."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

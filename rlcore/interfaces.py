@@ -178,8 +178,8 @@ class RolloutEngine(ABC):
 
     def hold_newer(self, full: float) -> None:
         """Optional. From now on requests of newer versions wait while one of an older version is
-        unfinished and at least `full` are in the batch (infinity: none waits): answers for the
-        next step are whole sooner, at the price of smaller steps."""
+        unfinished and at least `full` are in the batch (infinity: none waits). Answers for the next
+        step are whole sooner, at the price of smaller steps."""
 
     @abstractmethod
     def begin_drain(self) -> None:
@@ -364,7 +364,7 @@ class Correction(ABC):
 
     def centre(self, step: StepTensors, weigh_at: WeighAt | None) -> torch.Tensor | None:
         """Hook 5: the weighted probabilities [B, T, k + 1] of the actor's stored tokens and of all
-        others together, whose expected gradient leaves the loss (score centering); None: nothing
+        others together. Their expected gradient leaves the loss (score centering); None: nothing
         does. `weigh_at`: the product of all weights of the list; None: they are 1."""
         return None
 

@@ -1,6 +1,6 @@
 """Modules that are imported when something of them is first used.
 
-`torch`, for modules that the configuration reads: a correction stands in one file with its
+`torch`, for modules that the configuration reads. A correction stands in one file with its
 settings, and `--help` or a wrong key must be answered without the seconds that an import of torch
 takes. `defer`, for what other libraries import and a run never uses.
 """
@@ -46,7 +46,7 @@ def no_grad(function: Callable[P, R]) -> Callable[P, R]:
 def defer(name: str, *, names: tuple[str, ...] = ()) -> None:
     """Have a module imported only when something of it is first used, unless it is there already.
 
-    `from name import X` is a use, unless X is one of `names`, of functions and classes: a stand-in
+    `from name import X` is a use, unless X is one of `names`, of functions and classes. A stand-in
     takes its place then, and calling it, or asking it for an attribute, is the use.
     """
     sys.modules.setdefault(name, Deferred(name, names))

@@ -1,8 +1,8 @@
 """Attributes of other libraries that rlcore replaces: a name that is gone is an error, and a
 version that was never tried is reported.
 
-The patches of vLLM are in `rollout/engines/vllm/patches.py`, those of torch, transformers,
-PEFT and DeepSpeed in `learner/engines/patches.py`, those of Ray in `cluster/ray_cluster.py`.
+The patches of vLLM are in `rollout/engines/vllm/patches.py`, patches of torch, transformers, PEFT
+and DeepSpeed in `learner/engines/patches.py`, of Ray in `cluster/ray_cluster.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of a command that takes long, on standard error: a line that updates in place in a
+"""Progress of a command that takes long, on standard error. It is a line that updates in place in a
 terminal, else a line every ten seconds, so that short commands and logs stay as they were."""
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def reason(error: BaseException) -> str:
     """Kind and message of the exception in a chain that says what went wrong, in one line.
 
     Example: "ValueError: max_model_len=4096 is above the model's 2048". An exception that wraps
-    another one without a message of its own gives the wrapped one's; one that says nothing at all
+    another one without its own message gives the wrapped one's; one that says nothing at all
     gives the place that raised it.
     """
     best = None

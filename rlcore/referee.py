@@ -1,4 +1,4 @@
-"""The expected gradient of a loss function, enumerated, beside the policy gradient.
+"""The expected gradient of a loss function, enumerated, next to the policy gradient.
 
 A bandit of two to five tokens is small enough that every batch of a few answers can be tried, with
 its probability: the expectation is exact, without a sample. A verdict holds up to the ratios, the
@@ -159,8 +159,8 @@ WEIGHTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor] | None] = {
 class Verdict:
     """How far an expected gradient g is from the policy gradient r of p_new.
 
-    `scale` is <g, r> / <r, r>, `departure` is |g - scale r| / |scale r|, and `cosine` that of g and
-    r. A learning rate makes up for a scale, not for a departure. All of it holds in its world:
+    `scale` is <g, r> / <r, r>, `departure` is |g - scale r| / |scale r|, and `cosine` is between g
+    and r. A learning rate makes up for a scale, not for a departure. All of it holds in its world:
     up to `ratio`, the largest p_new/p_inf of an answer or of its inverse, `world.tokens` and
     `world.group`. `deterministic`: a batch that was passed twice had the same gradient.
     """
@@ -202,7 +202,7 @@ def judge(
 ) -> Iterator[Verdict]:
     """Verdicts on a loss function in every world, with every kind of weights and every aggregation
     that its form accepts. Raises UserError for a function of no known form, and where the loss is
-    no finite scalar."""
+    not a finite scalar."""
     form = form_of(loss)
     for world in worlds:
         table = _Table(world)
@@ -485,8 +485,8 @@ def _trl(loss: Loss, batch: LossBatch) -> Any:
 class TrlTrainer:
     """Stands for a GRPOTrainer: `TrlTrainer(GRPOTrainer, config)._compute_loss` can be judged.
 
-    What the method asks of its trainer beside `args` (a GRPOConfig, or any object with these
-    fields) is that of one process which accumulates nothing. Log-probs are the bandit's.
+    What the method asks of its trainer in addition to `args` (a GRPOConfig, or any object with
+    these fields) is as in one process which accumulates nothing. Log-probs are the bandit's.
     """
 
     def __init__(self, owner: type, args: Any) -> None:

@@ -44,7 +44,7 @@ def require_whole(found: Any, like: type, word: str) -> None:
     """
     base = f"{like.__module__}.{like.__name__}"
     if not isinstance(found, type):
-        raise UserError(f"{word} is not accepted: it is no class; give one that inherits {base}.")
+        raise UserError(f"{word} is not accepted: it is not a class; give a subclass of {base}.")
     lacking = list(missing_methods(found, like))
     if not lacking and not issubclass(found, like):
         lacking = [n for n in _public(like) if not hasattr(found, n)]

@@ -1,7 +1,7 @@
 """The rooms that a reader of the core may skip, and what the core calls of them.
 
 A contract of pyproject.toml holds that nothing but the command line and `rlcore.api` imports a
-room; the core looks up here what it needs of one, and the room is imported then.
+room. The core looks up here what it needs of one, and the room is imported then.
 """
 
 from __future__ import annotations

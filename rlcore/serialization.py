@@ -165,7 +165,7 @@ def load_trajectory(data: Record) -> Trajectory:
 
 
 def read_header(data: bytes) -> RecordHeader:
-    """The header of a record, without decoding an array. Arrays that cannot be those of one
+    """The header of a record, without decoding an array. Arrays that cannot belong to one
     trajectory are its `problem`. Raises ValueError where the bytes do not say whose they are."""
     return _guarded(FORMAT, _header, data)
 
@@ -309,7 +309,7 @@ def _check_version(expected: str, found: object, version: object) -> None:
 
 
 def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a record that are no arrays, without its timings."""
+    """The fields of a record that are not arrays, without its timings."""
     fields: dict[str, Any] = {name: metadata[name] for name in _TEXT}
     for name, value in fields.items():
         if not isinstance(value, str) or value not in _CHOICES.get(name, (value,)):
@@ -337,7 +337,7 @@ def _header(data: bytes) -> RecordHeader:
 
 
 def _misshapen(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return why the arrays of a header cannot be those of one trajectory; "" if they can."""
+    """Return why the arrays of a header cannot belong to one trajectory; "" if they can."""
     try:
         (length,), (count, k) = entries["token_ids"]["shape"], entries["topk_ids"]["shape"]
         shapes = {"token_ids": [length], "sampled": [length], "topk_ids": [count, k],

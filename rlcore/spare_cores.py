@@ -1,6 +1,6 @@
 """Compute threads of a process on CPU that follow the machine's load.
 
-In an asynchronous run, engines that wait for the learner leave their cores idle. A rank can use
+In an asynchronous run, engines ahead of the learner leave their cores idle. A rank can use
 these, and has to give them back within a fraction of a step. A rank that itself waits for data
 takes none: it would only slow the engines that it waits for. The number of threads changes how sums
 round, so this is only for runs whose results depend on timing anyway.

@@ -14,7 +14,7 @@ Three policies are kept apart, everywhere under these names:
     frozen      reference policy                the starting policy that a KL penalty is taken to
 
 Symbols in the shape comments: L tokens of a record, S sampled tokens among them, k stored top
-log-probs, B episodes of a batch, T the most sampled tokens of any of them. Log-probs are natural
+log-probs, B episodes of a batch. T is the most sampled tokens of any of them. Log-probs are natural
 logarithms.
 """
 
@@ -133,7 +133,7 @@ class PageRule(NamedTuple):
 
     @classmethod
     def of_record(cls, extras: Mapping[str, np.ndarray]) -> PageRule | None:
-        """The rule that sampled a record; None: that of its actor's configuration."""
+        """The rule that sampled a record; None: its actor's configuration has it."""
         found = extras.get(PAGE_RULE)
         if found is None:
             return None
@@ -283,8 +283,9 @@ class Score(ByFields):
             )
 
     def checked(self) -> Score:
-        """This score, or a failed one where the status is unknown or a number cannot be trained on:
-        not finite, or beyond MOST_REWARD, whose square still fits a sum in float32."""
+        """This score, or a failed one where the status is unknown or a number cannot be trained on.
+        Such a number is not finite, or beyond MOST_REWARD, whose square still fits a sum in
+        float32."""
         ids = self.group_id, self.sample_index, self.draw_id
         if self.status not in get_args(ScoreStatus):
             return Score(*ids, "error", error=f"the status is {self.status!r:.80}")

@@ -24,8 +24,8 @@ PHRASES = {
     r"^(?:Of|By|From) [^.,:]{1,60}, (?!and |or )": "name the subject first",
     r"\bthose of\b": "repeat the noun",
     r"\bthat of\b(?! course)": "repeat the noun",
-    r"\bis no (?!longer|more|less|point|other|one\b)": "is not a",
-    r"\bare no (?!longer|more|less|other)": "are not",
+    r"(?<![Tt]here )\bis no (?!longer|more|less|point|other|one\b)": "is not a",
+    r"(?<![Tt]here )\bare no (?!longer|more|less|other)": "are not",
     r"\bof (?:its|their|one's) own\b": "its own, another",
     r"\bof your own\b": "your own",
     r"\bbeside\b": "with, next to",
@@ -34,6 +34,7 @@ PHRASES = {
     r"\bthat waits?\b": "idle, waiting",
     r"\balike\b": "in the same way",
 }
+TABLE = re.compile(r"\S   +\S")  # columns in a docstring
 FOUND = {re.compile(pattern, re.MULTILINE): instead for pattern, instead in PHRASES.items()}
 
 
@@ -57,19 +58,26 @@ def warnings(text: str) -> Iterator[str]:
     """What to mend in plain text, each with its sentence's beginning."""
     for sentence in sentences(text):
         for pattern, instead in FOUND.items():
-            for found in pattern.findall(sentence):
+            for found in pattern.findall(re.sub(r"`[^`]*`", "`code`", sentence)):
                 yield f"{found!r} ({instead}): {sentence[:70]}"
-        count = len(sentence.split())
+        count = len(re.findall(r"\S*[a-zA-Z]{2}\S*", sentence))  # not the terms of a formula
         if count > WORDS:
             yield f"{count} words: {sentence[:70]}"
 
 
 def texts(source: str) -> Iterator[str]:
-    """Docstrings, and string constants of at least four words, of Python source."""
-    for node in ast.walk(ast.parse(source)):
-        value = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(value, str) and len(value.split()) >= 4:
-            yield value
+    """Docstrings without their tables, and one-line string constants of at least four words, of
+    Python source; longer constants are data or programs."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = list(ast.walk(ast.parse(source)))
+    owners = [node for node in nodes if isinstance(node, kinds) and ast.get_docstring(node)]
+    heads = {id(node.body[0].value) for node in owners}
+    found = [ast.get_docstring(node) for node in owners]
+    constants = [n for n in nodes if isinstance(n, ast.Constant) and id(n) not in heads]
+    found += [n.value for n in constants if isinstance(n.value, str) and "\n" not in n.value]
+    for text in found:
+        if len(text.split()) >= 4:
+            yield "\n\n".join(p for p in text.split("\n\n") if not TABLE.search(p))
 
 
 def of_file(path: Path) -> list[str]:

@@ -35,7 +35,7 @@ def format_reward(completions, **kwargs):
 LACKS = re.compile(r"\bGPUs?\b|CUDA|not installed|needs the package|nodes|does not answer")
 # and how the reader's model differs from the small one
 UNLIKE = re.compile(
-    r"has another vocabulary than|masked-diffusion models only those of LLaDA's form"
+    r"has another vocabulary than|masked-diffusion models only ones of LLaDA's form"
 )
 # words that another command's output or another model is needed for
 ELSEWHERE = ("config_dir=imported", "learner.router_replay=true")

@@ -260,7 +260,7 @@ def stops(*texts: str) -> Part:
 
 MODELS: list[Case] = [
     ("give a local", folder(), folder(**WHOLE)),
-    ("that of a language model", folder(config_json={}), folder(**WHOLE)),
+    ("a language model's", folder(config_json={}), folder(**WHOLE)),
     ("save the model", folder(config_json=MODEL), folder(**WHOLE)),
     ("copy it again", folder(**WHOLE, **{INDEX: "{"}), folder(**WHOLE)),
     (

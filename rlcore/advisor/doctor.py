@@ -62,7 +62,7 @@ def advise(row: Row, *, stale: int, answers: int, sparse: Sequence[str] = ()) ->
     """Return the advice of the decision table (`corrections/decisions.yaml`) for a row.
 
     `stale`: the age in steps that the run's schedule allows its samples, which adds to the measured
-    mismatch; `answers`: of a step of the run; `sparse`: labels of sparse actors that nothing keeps
+    mismatch. `answers`: of a step of the run. `sparse`: labels of sparse actors that nothing keeps
     near the policy."""
     figures = figures_of(row, answers) | {"stale": float(stale)}
     if (worst := _worst_agreement(row, sparse)) is not None:

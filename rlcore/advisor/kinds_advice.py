@@ -1,5 +1,6 @@
-"""Advice on kinds of actors, from the figures of steps with several of them: their ranking, the mix
-of most effective tokens at the tolerated tail, and the start of a set-point of sparse actors."""
+"""Advice on kinds of actors, from the figures of steps with several of them. It has their ranking,
+the mix of most effective tokens at the tolerated tail, and the start of a set-point of sparse
+actors."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ SCALES = (0.5, 1.0, 2.0, 4.0)  # of the configured pages, that a calibration mea
 
 
 def ranked(row: Row) -> list[dict[str, Any]]:
-    """The kinds of actors of a run with several, those of most effective tokens an actor-second
-    first; kinds below the tolerated agreement come last."""
+    """The kinds of actors of a run with several, most effective tokens an actor-second first; kinds
+    below the tolerated agreement come last."""
     found = []
     for name, value in row.items():
         pooled, kind = split_kind(name)
@@ -46,9 +47,9 @@ def ranked(row: Row) -> list[dict[str, Any]]:
 def kind_rates(
     rows: Sequence[Row], actors: Mapping[str, ActorSection]
 ) -> dict[str, dict[str, KindRate]]:
-    """The worth of each kind of actors over steps of a run, by label: for each second of its
-    engines' steps ("actor_s"), and for each unit of money ("price") of kinds that have one. Kinds
-    without samples are left out."""
+    """The worth of each kind of actors over steps of a run, by label, for each second of its
+    engines' steps ("actor_s"). Kinds with a price also have it for each unit of money ("price").
+    Kinds without samples are left out."""
     found: dict[str, dict[str, KindRate]] = {}
     for label, actor in actors.items():
         at = f"@{label}" if len(actors) > 1 else ""

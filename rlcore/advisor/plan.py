@@ -166,8 +166,8 @@ def check_source(words: Mapping[str, str], config: RunConfig) -> None:
     stray = next((word for word in GPU_WORDS if word in words and "rates" in words), None)
     if stray is not None:
         raise UserError(
-            f"{stray}={words[stray]} is for gpu=NAME: the file rates={words['rates']} has lengths "
-            "and episodes of its own. Change them there."
+            f"{stray}={words[stray]} is for gpu=NAME: the file rates={words['rates']} has its own "
+            "lengths and episodes. Change them there."
         )
     if "gpu" in words:
         _check_parts(config, by_gpu=True)
@@ -227,7 +227,7 @@ def _counts(words: Mapping[str, str], config: RunConfig) -> list[int | None]:
         return [None]
     parts = words["actors"].split(",")
     if not all(p.isdigit() and int(p) for p in parts):
-        raise UserError(f"actors={words['actors']} is no list of numbers: write actors=1,2,4.")
+        raise UserError(f"actors={words['actors']} is not a list of numbers: write actors=1,2,4.")
     if len(config.actor) > 1:
         raise UserError(
             f"actors={words['actors']} needs one kind of actor, and actor="
@@ -321,7 +321,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     for label, actor in config.actor.items():
         refuse(
             actor.kind == "draft",
-            f"actor.{label}.kind=draft samples with a model of its own, which gpu={gpu} cannot "
+            f"actor.{label}.kind=draft samples with its own model, which gpu={gpu} cannot "
             "know the rates of: measure them and give rates=FILE.",
         )
     try:
@@ -448,8 +448,8 @@ def _check_episodes(config: RunConfig, rates: Rates, words: Mapping[str, str]) -
     )
     refuse(
         not config.played and rates.episodes is not None,
-        f"rates={path} has episodes, and the run has no environment: its lengths are those of "
-        "turns. Give rates of a run without one, or add environment=NAME.",
+        f"rates={path} has episodes, and the run has no environment: its lengths belong to turns. "
+        "Give rates of a run without one, or add environment=NAME.",
     )
 
 
@@ -461,7 +461,7 @@ def _number(words: Mapping[str, str], key: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9 or (value == 0 and key != "spread"):
-        raise UserError(f"{key}={words[key]} is no positive number.")
+        raise UserError(f"{key}={words[key]} is not a positive number.")
     return value
 
 
@@ -500,7 +500,7 @@ def measure(runs: str, out: str) -> int:
 def _read_run(name: str) -> tuple[RunConfig, MeasuredRun]:
     folder = Path(name)
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"runs={name} is no run directory: it holds no config.yaml.")
+        raise UserError(f"runs={name} is not a run directory: it holds no config.yaml.")
     config = load([f"run_dir={name}", "resume=auto"])
     check_simulated(config)
     refuse(

@@ -1,5 +1,5 @@
-"""The mix of kinds of actors that a plan advises, from what earlier runs of these kinds measured:
-all of it, or their tails alone at the rates of a forecast."""
+"""The mix of kinds of actors that a plan advises, from what earlier runs of these kinds measured.
+Either all of it counts, or their tails alone at the rates of a forecast."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class _Fleets:
 
 def split_plan(config: RunConfig, words: Mapping[str, str]) -> int:
     """Print the divisions of `gpus` that were simulated, and the best one of every variant and
-    failure rate. `words`: those of `plan` that were given. Raises UserError."""
+    failure rate. `words`: the arguments of `plan` that were given. Raises UserError."""
     if "gpu" not in words or {"rates", "actors", "kinds"} & set(words):
         raise UserError(
             f"gpus={words['gpus']} needs gpu=NAME, and takes none of rates=, actors= and kinds=: "
@@ -240,7 +240,7 @@ def _failures(words: Mapping[str, str]) -> list[float]:
     except ValueError:
         rates = [-1.0]
     if not all(0 < rate < 1e4 for rate in rates):
-        raise UserError(f"failures={words['failures']} is no list of positive numbers.")
+        raise UserError(f"failures={words['failures']} is not a list of positive numbers.")
     return rates
 
 
@@ -252,5 +252,5 @@ def _gpu(words: Mapping[str, str]) -> Gpu:
 
 def _whole(text: str) -> int:
     if not text.isdigit() or int(text) < 2:
-        raise UserError(f"gpus={text} is no whole number of at least 2.")
+        raise UserError(f"gpus={text} is not a whole number of at least 2.")
     return int(text)

@@ -2,7 +2,7 @@
 
 The program runs in a thread of the episode's process. Each of its calls is a turn of the episode:
 the call's messages are what the environment says, and the turn that the engine samples is the
-call's answer. So tokens, log-probs and versions are recorded as those of any environment.
+call's answer. So tokens, log-probs and versions are recorded as in any environment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(slots=True)
 class PendingCall:
-    """A request that waits for its turn."""
+    """A request in the queue for its turn."""
 
     request: ChatRequest
     waits: Callable[[], bool]  # whether its client is still connected
@@ -65,8 +65,8 @@ class ClientConversation:
     closed: bool = False  # a call that would have continued it was refused
 
     def continued_by(self, request: ChatRequest) -> list[Message]:
-        """Return the messages that a request adds to the conversation; empty if it is no
-        continuation."""
+        """Return the messages that a request adds to the conversation; empty if it does not
+        continue it."""
         count = len(self.messages)
         if self.closed or self.tools != request.tools:
             return []
@@ -85,8 +85,8 @@ class ProgramCalls:
 
 
 def _compared(message: Message) -> tuple[str, str, list[Any]]:
-    """Clients strip white space from the ends of an answer, as templates do, and give calls ids of
-    their own."""
+    """Clients strip white space from the ends of an answer, as templates do, and give calls their
+    own ids."""
     calls = [call["function"] for call in message.get("tool_calls", [])]
     return message["role"], message["content"].strip(), calls
 
@@ -130,7 +130,7 @@ class Endpoint(Environment):
     """One run of a program. It returns the reward: a number, (number, parts) or a Grade; or a text
     that the task's grader judges; or None, for which this grader judges the model's last answer.
 
-    The calls of the program are served side by side: `listen` returns those that wait, and what the
+    The calls of the program are served side by side. `listen` returns the waiting calls. What the
     model has said to one of them comes by `step` while others are still sampled.
     """
 
@@ -349,7 +349,7 @@ class Endpoint(Environment):
         return reply
 
     def _refuse(self, reason: Refused) -> None:
-        """Refuse the calls that wait, and all later ones."""
+        """Refuse the waiting calls, and all later ones."""
         with self._changed:
             self._over = self._over or reason
             waiting = [*self._waiting]

@@ -3,8 +3,8 @@
 `/v1/responses` has OpenAI's form (platform.openai.com/docs/api-reference/responses),
 `/v1/messages` Anthropic's (docs.anthropic.com/en/api/messages), `/v1/completions` OpenAI's older
 one. A translation makes the chat request that means the same, so that `endpoint_http.read_request`
-checks all of them alike; what has no counterpart is refused. An answer that a client sends back is
-translated to the message that it was, which is how a conversation is continued.
+checks all of them in one way; what has no counterpart is refused. An answer that a client sends
+back is translated to the message that it was, which is how a conversation is continued.
 """
 
 from __future__ import annotations

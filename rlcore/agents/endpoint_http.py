@@ -1,6 +1,6 @@
 """OpenAI's chat completions: requests as they are read, answers as they are written.
 
-The form is that of POST /v1/chat/completions (platform.openai.com/docs/api-reference/chat). What
+The form is the one of POST /v1/chat/completions (platform.openai.com/docs/api-reference/chat). What
 would sample from another distribution than the run's is refused, so that the log-probs of the
 record stay those that were sampled from.
 """
@@ -223,7 +223,7 @@ def _call(call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"A tool call cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(arguments, dict):
-        raise Refused(f"The arguments of the tool call {name} are no object.")
+        raise Refused(f"The arguments of the tool call {name} are not an object.")
     number = str(call.get("id") or "")
     names[number] = name
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,7 +1,7 @@
 """The endpoint of one session: the APIs of `endpoint_forms.py` over HTTP, behind a token.
 
-It lives in the process of its episode and ends with it, so reads and answers have no deadline of
-their own: the environment's deadlines end the process.
+It lives in the process of its episode and ends with it, so reads and answers need no deadline: the
+environment's deadlines end the process.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _read_xml(text: str, tools: Tools) -> Found:
     def read(body: str) -> ToolCall:
         function = _FUNCTION.fullmatch(body)
         if function is None:
-            raise UnreadableCall("between the tags is no <function=NAME>...</function>")
+            raise UnreadableCall("there is no <function=NAME>...</function> between the tags")
         name = function[1].strip()
         schemas = _types(tools, name)
         if _PARAMETER.sub("", function[2]).strip():
@@ -379,7 +379,7 @@ def _of_vllm(name: str, tokenizer: Any, *, chosen_by_user: bool) -> ToolFamily:
     known = platform.tool_parsers() if chosen_by_user else (name,)
     if name not in known:
         raise UserError(
-            f"{KEY}={name} is no form of tool calls: choose one of "
+            f"{KEY}={name} is not a form of tool calls: choose one of "
             f"{', '.join([*FAMILIES, *sorted(set(known) - set(FAMILIES))])}."
         )
 

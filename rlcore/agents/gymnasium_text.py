@@ -78,10 +78,10 @@ class GymnasiumText(Environment):
     def _told(self) -> str:
         space = self._env.action_space
         if not hasattr(space, "n"):
-            return f"That is no action of {space}."
+            return f"That is not an action of {space}."
         first = int(space.start)
         words = f", or {', '.join(self._actions)}" if self._actions else ""
-        return f"That is no action: answer {first} to {first + int(space.n) - 1}{words}."
+        return f"That is not an action: answer {first} to {first + int(space.n) - 1}{words}."
 
     def _shown(self, seen: Any) -> str:
         if self._env.render_mode == "ansi":

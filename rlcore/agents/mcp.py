@@ -1,8 +1,8 @@
 """The tools of a Model Context Protocol server, over a task's problems.
 
 The server is a program of a user's that speaks the protocol over its input and output, a message a
-line (modelcontextprotocol.io/specification/2025-06-18, transport "stdio"). Each episode has a
-server of its own, which ends with it, so that no other episode sees what tools have changed.
+line (modelcontextprotocol.io/specification/2025-06-18, transport "stdio"). Each episode has its own
+server, which ends with it, so that no other episode sees what tools have changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY = "environment.args.command"
 
 
 class ServerFailed(Exception):
-    """The server ended, or answered with what is no message of the protocol."""
+    """The server ended, or answered with what is not a message of the protocol."""
 
 
 class RemoteError(Exception):
@@ -35,8 +35,8 @@ class RemoteError(Exception):
 
 
 class StdioServer:
-    """A server's process, and the requests to it. Waits for answers without a deadline: those of
-    the environment end its process."""
+    """A server's process, and the requests to it. Waits for answers without a deadline: the
+    environment's deadlines end its process."""
 
     def __init__(self, words: Sequence[str]) -> None:
         """Raises UserError for a command that cannot be started, ServerFailed as `request` does."""
@@ -97,7 +97,7 @@ class StdioServer:
             except ValueError as error:
                 raise ServerFailed(f"the server of {KEY} wrote what is not JSON") from error
             if not isinstance(message, dict):
-                raise ServerFailed(f"the server of {KEY} wrote what is no JSON object")
+                raise ServerFailed(f"the server of {KEY} wrote something that is not a JSON object")
             yield message
 
     def tools(self) -> list[dict[str, Any]]:

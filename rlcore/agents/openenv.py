@@ -1,8 +1,8 @@
 """Environments of OpenEnv, each a separate server, on this machine or elsewhere.
 
-The protocol is that of openenv-core 0.3 (openenv/core/env_server/http_server.py): a WebSocket at
-/ws is a session with an instance of its own, and every message is answered by an observation or an
-error. The server runs in a Python environment of its own, so that its packages are not rlcore's.
+The protocol is openenv-core 0.3 (openenv/core/env_server/http_server.py). A WebSocket at
+/ws is a session with its own instance, and every message is answered by an observation or an
+error. The server runs in its own Python environment, so that its packages are not rlcore's.
 Its HTTP calls /reset and /step make a new instance for each and cannot hold an episode.
 """
 
@@ -129,7 +129,7 @@ class OpenEnv(Environment):
             return json.dumps(observation)
         if self._shown not in observation:
             raise KeyError(
-                f"{KEY}.shown={self._shown} is no field of the observation, which has "
+                f"{KEY}.shown={self._shown} is not a field of the observation, which has "
                 f"{', '.join(observation)}"
             )
         return str(observation[self._shown])

@@ -53,8 +53,8 @@ def check_template(
         raise UserError(UNKNOWN)
     if spec.name == "endpoint" and not chat:
         raise UserError(
-            "environment.name=endpoint needs a tokenizer with a chat template, and that of "
-            "model.path has none: choose a chat model."
+            "environment.name=endpoint needs a tokenizer with a chat template, and the tokenizer "
+            "of model.path has none: choose a chat model."
         )
 
 
@@ -106,14 +106,14 @@ class PlainRenderer(Renderer):
 
 
 class ChatRenderer(Renderer):
-    """A tokenizer's own chat template, or that of a file, whatever it is.
+    """A tokenizer's own chat template, or the one in a file, whatever it is.
 
     After a turn the whole conversation is rendered as text. Where it begins with the text that the
     model has seen, followed by what it said, the rest is tokenised and appended: the tokens so far
     stay. Where the template has rewritten any of it (dropped an earlier `<think>`, say), a new part
-    begins with the conversation as the template now gives it. A turn that the template writes with
-    other white space, or with its calls in the template's own form, is not rewritten: it reads the
-    same, and the sampled tokens stay in its place.
+    begins with the conversation as the template now gives it. A turn may be written by the template
+    with other white space, or with its calls in the template's own form. It is not rewritten: it
+    reads the same, and the sampled tokens stay in its place.
     """
 
     def __init__(self, tokenizer: Any, template: TemplateSpec, stop: tuple[str, ...]) -> None:
@@ -221,7 +221,7 @@ class ChatRenderer(Renderer):
 
     def _as_shown(self, said: Sequence[int]) -> str:
         """The text of a turn as it was sampled; special tokens that its other tokens spell are
-        hidden, as those of messages."""
+        hidden, as in messages."""
         control = self._control
 
         def decode(run: Sequence[int]) -> str:
@@ -356,7 +356,7 @@ def _worked_episode(
         if extended is None or extended[: len(ids)] != ids:
             raise UserError(
                 f"model.chat_template={job.template.chat_template} rewrites earlier turns, so that "
-                "a worked episode is no single sequence: set model.path to a trained model, or "
+                "a worked episode is not a single sequence: set model.path to a trained model, or "
                 "model.chat_template=off."
             )
         sampled += [False] * (len(extended) - len(ids))

@@ -1,5 +1,5 @@
-"""Programs of any language that call the model as an endpoint: a shell command, run in a folder of
-its own for each episode."""
+"""Programs of any language that call the model as an endpoint: a shell command, run in its own
+folder for each episode."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def shell_program(command: str | None, keep: str | None = None) -> Callable[...,
     {"reward": .., "parts": {..}}; or {"answer": ..}, which the task's grader judges. Without the
     file, the grader judges the model's last answer.
 
-    Raises UserError for a command that is no text.
+    Raises UserError for a command that is not text.
     """
     if not isinstance(command, str) or not command.strip():
-        raise UserError(f"{KEY}={command!r} is no command: give one line for sh.")
+        raise UserError(f"{KEY}={command!r} is not a command: give one line for sh.")
 
     def run(item: Item, base_url: str, api_key: str, model: str, seed: int) -> Any:
         folder = working_folder()

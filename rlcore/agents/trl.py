@@ -1,8 +1,8 @@
 """Classes written for TRL's `environment_factory`, unchanged.
 
-The protocol is that of TRL 1.16 (huggingface/trl, trl/trainer/grpo_trainer.py): `reset(**row)`
-begins an episode, every other public method is a tool, a turn without a tool call ends the episode,
-and `get_reward()` or reward functions that take `environments` score it.
+The protocol is TRL 1.16's (huggingface/trl, trl/trainer/grpo_trainer.py). `reset(**row)` begins an
+episode, and every other public method is a tool. A turn without a tool call ends the episode, and
+`get_reward()` or reward functions that take `environments` score it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrlTool:
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises TypeError for missing or unknown arguments, ValueError for one of another type
-        than its hint, as JSON has it: 3 is a float, and "3" is no int."""
+        than its hint, as JSON has it: 3 is a float, and "3" is not an int."""
         self.signature.bind(**arguments)
         for name, value in arguments.items():
             if name not in self.types:

@@ -1,14 +1,14 @@
 """Operations of a decoder whose result for a position is the same to the bit whatever else is
-computed with it: in an engine's step with other requests, or in a learner's pass with whole
+computed with it. It may be an engine's step with other requests, or in a learner's pass with whole
 sequences.
 
-On x86 CPUs, float32, one thread, torch and MKL have almost all of it: softmax, sums over the last
-dimension and functions of single values give a row the same bits in any company, and a product of
-matrices gives a row the same bits in any company of four rows or more, also if its columns are
-those of several weights side by side (multiples of 32). Two things have to be seen to: products of
-fewer rows, which take other kernels, and attention, whose kernels divide the keys by how many there
-are. Here products have `LEAST` rows at least, and attention is a product with all `length`
-positions that a sequence may have, those that are not attended to masked.
+On x86 CPUs, float32, one thread, torch and MKL have almost all of it. Softmax, sums over the last
+dimension and functions of single values give a row the same bits in any company. A product of
+matrices does so in any company of four rows or more, also if its columns belong to several weights
+side by side (multiples of 32). Two things have to be seen to: products of fewer rows, which take
+other kernels, and attention, whose kernels divide the keys by how many there are. Here products
+have `LEAST` rows at least, and attention is a product with all `length` positions that a sequence
+may have, those that are not attended to masked.
 
 `benchmarks/bitwise.py` measures each operation, and what vLLM's own kernels leave.
 """
@@ -55,8 +55,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> Te
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., d] turned by its position's angles, cos and sin [..., d] (each half of d alike), in
-    the operations of transformers, which round alike."""
+    """x [..., d] turned by its position's angles, cos and sin [..., d] (the same for each half of
+    d), in the operations of transformers, which round equally."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

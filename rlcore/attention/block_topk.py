@@ -8,8 +8,8 @@ query at position t sees the causal part of `budget` pages out of its `t // bloc
 - the pages with the highest scores among the others: the dot product of the page's mean key with
 the mean query of the KV head's query group. Equal scores go to the older page.
 
-With `prompt=block` the positions of a prompt choose together, `prompt_block` at a time: the first
-of them selects pages as above, and the others attend to these pages and to the ones from the first
+With `prompt=block` the positions of a prompt choose together, `prompt_block` at a time. The first
+of them selects pages as above. The others attend to these pages and to the ones from the first
 position's own page to theirs. The first, not a mean: its choice depends on nothing that follows, so
 that a shared or cached prefix serves every continuation.
 
@@ -99,10 +99,9 @@ def select_pages(
 ) -> torch.Tensor:
     """The rule: which pages each query attends to.
 
-    scores [..., N] float32, page j's score; those of page 0, of the own page and beyond are
-    ignored. pages and budget [...] int64 (broadcastable): pages seen, own included, and pages to
-    keep. width: columns of the answer, at least the largest budget. Fixed shapes, no
-    synchronisation.
+    scores [..., N] float32, page j's score; page 0, the own page and later ones are ignored. pages
+    and budget [...] int64 (broadcastable): pages seen, own included, and pages to keep. width:
+    columns of the answer, at least the largest budget. Fixed shapes, no synchronisation.
 
     Returns [..., width] int64: the kept pages in ascending order, then N as padding.
     """
@@ -159,7 +158,7 @@ class Together:
     def queries(
         self, query: torch.Tensor, kept: torch.Tensor, blocks: torch.Tensor
     ) -> torch.Tensor:
-        """The queries that choose for each row, those of this step's first positions kept.
+        """The queries that choose for each row, with this step's first positions kept.
 
         query [Ns, H, D]; kept [blocks, kv_heads, D], written in place; blocks [n] int64, the
         physical page of each row's `first` -> [n, kv_heads, D] float32.
@@ -179,7 +178,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """Tokens that attend by the rule, ascending, those of a request adjacent: Ns tokens in n rows,
+    """Tokens that attend by the rule, ascending, a request's tokens adjacent: Ns tokens in n rows,
     one each unless some choose together."""
 
     tokens: torch.Tensor | None  # [Ns] int64; None: all tokens of the step

@@ -71,9 +71,9 @@ def pages_seen(
 ) -> Tensor:
     """Return the pages that the queries at positions `start ..` see.
 
-    query [B, H, C, D], `prompts` [B], lengths where the rule treats prompts otherwise, `choosing`
-    of `choosing_of` where it does so by blocks -> [B, Hk, C, n] bool, n the pages before the last
-    query's end. Pages beyond a query's own may be among those of a dense query.
+    query [B, H, C, D]; `prompts` [B], lengths where the rule treats prompts otherwise. `choosing`
+    is from `choosing_of`, where it does so by blocks -> [B, Hk, C, n] bool, n the pages before the
+    last query's end. Pages beyond a query's own may be among the pages of a dense query.
     """
     end = start + query.shape[2]
     position = torch.arange(start, end, device=query.device)
@@ -118,8 +118,8 @@ class _Blocks:
 def seen_from(
     query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, length: int
 ) -> Tensor:
-    """Return which of a row's first `length` tokens each query sees; queries have positions of
-    their own.
+    """Return which of a row's first `length` tokens each query sees; queries have their own
+    positions.
 
     query [B, H, C, D], position [B, C] int64, those from `length` on being padding ->
     [B, Hk, C, length] bool.
@@ -202,7 +202,7 @@ def attend_blocks(
     """Causal block top-k attention, differentiable on GPUs.
 
     query [B, H, T, D], key and value [B, Hk, T, D] -> [B, H, T, D]. bounds: where the sequences of
-    every row begin and end, [0, T] for padded rows; rules: that of each of them; prompts [B,
+    every row begin and end, [0, T] for padded rows. rules: one for each of them. prompts [B,
     sequences]: their lengths, where the rules treat prompts otherwise.
     """
     mask = make_block_mask(query, key, rules, bounds, prompts)
@@ -227,7 +227,7 @@ def make_block_mask(
     bounds: Sequence[int],
     prompts: Tensor | None,
 ) -> BlockMask:
-    """Build the rule's selection as a mask for FlexAttention; the arguments are those of
+    """Build the rule's selection as a mask for FlexAttention; the arguments are as for
     `attend_blocks`."""
     b, heads, t, _ = query.shape
     kv_heads, count = key.shape[1], -(-t // BLOCK)
@@ -253,7 +253,7 @@ def make_block_mask(
 class _PageLayout:
     """The pages of a row's sequences, one sequence after another: P of T tokens.
 
-    Example, sequences of 5 and 3 tokens in pages of 4: begin [0, 4, 5], first [0, 0, 0, 0, 0, 2, 2,
+    Example, sequences of 5 and 3 tokens in pages of 4. begin [0, 4, 5], first [0, 0, 0, 0, 0, 2, 2,
     2], position [0, 1, 2, 3, 4, 0, 1, 2]
     """
 
@@ -390,7 +390,7 @@ class SparseRows:
     Rows start at position 0 in column 0 and are right-padded, or one row holds several packed
     sequences. prompt_lens: prompt tokens of each sequence, in order; required unless `rule.prompt`
     is sparse. cu_seqlens: for one packed row, the S+1 boundaries of its S
-    sequences, from 0 to the row's length; None for right-padded rows. rules: that of each sequence,
+    sequences, from 0 to the row's length; None for right-padded rows. rules: one for each sequence,
     in order, with the page size of `rule` and its settings of prompts; None: `rule` for all.
 
     Example, two sequences of 5 and 3 tokens packed: SparseRows(rule, cu_seqlens=[0, 5, 8])
@@ -402,7 +402,7 @@ class SparseRows:
     rules: Sequence[SparseSpec] | None = None
 
     def of_sequence(self, i: int) -> SparseRows:
-        """One of the sequences alone, as a row of its own."""
+        """One of the sequences alone, as its own row."""
         prompt = None if self.prompt_lens is None else self.prompt_lens[i : i + 1]
         return SparseRows(self.rule if self.rules is None else self.rules[i], prompt)
 

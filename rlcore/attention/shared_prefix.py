@@ -3,20 +3,20 @@ prefixes, as an attention implementation of transformers.
 
 The positions of a forward are the nodes of a tree, in one row: every layer but attention computes
 each of them once. A query attends to its node's path from the root. Attention takes the rows apart
-again: the queries of a row are the nodes that it adds to the tree, its keys are its whole path,
-gathered, so that the keys of a shared node receive the gradients of all rows that read them.
+again. The queries of a row are the nodes that it adds to the tree; its keys are its whole path,
+gathered. So the keys of a shared node receive the gradients of all rows that read them.
 
 Prepare the model with `accept(lm)`; a forward without `shared_prefix` is then as before:
 
     model(input_ids=ids, position_ids=depths, attention_mask=NO_MASK, use_cache=False,
           shared_prefix=SharedRows.of(rows, nodes).ready(dtype))
 
-`SharedRows.by(rule)` in place of `ready` attends by the rule of block top-k attention: a gathered
-path has its sequence's pages, in order, so that each query selects among those of its own sequence.
+`SharedRows.by(rule)` in place of `ready` attends by the rule of block top-k attention. A gathered
+path has its sequence's pages, in order, so that each query selects among its own sequence's pages.
 
 `SharedTree` is for GPUs: torch's FlexAttention over all nodes at once, by one mask, so that nothing
-is gathered. Nodes come in the order in which a walk from the root meets them, so that the nodes
-below one follow it in one stretch, and the mask is two comparisons.
+is gathered. Nodes come in the order in which a walk from the root meets them. So the nodes below
+one follow it in one stretch, and the mask is two comparisons.
 
 As an argument of the forward, the rows reach a forward that gradient checkpointing repeats.
 """
@@ -66,8 +66,8 @@ class TreeRow:
 class Block:
     """Rows of like size, padded: S rows of K keys and Q queries.
 
-    The queries of a square block are all its positions, and attend as in a plain forward; only
-    those of the rows' own nodes are read. Another block has the own ones alone, under a mask.
+    The queries of a square block are all its positions, and attend as in a plain forward; only the
+    rows' own nodes are read. Another block has the own ones alone, under a mask.
     """
 
     keys: Tensor  # [S, K] int64, nodes
@@ -152,7 +152,7 @@ class SharedTree:
     @classmethod
     def of(cls, rows: Sequence[TreeRow], nodes: int, device: torch.device | str = "cpu") -> Self:
         """From rows that own each of `nodes` nodes once. Raises ValueError for nodes in another
-        order than that of a walk from the root."""
+        order than a walk from the root."""
         end = np.zeros(-(-nodes // BLOCK) * BLOCK, dtype=np.int64)
         above = 0  # pairs of a node and one of its path
         for row in rows:
@@ -183,7 +183,7 @@ class SharedTree:
 def _tree_mask(end: Tensor, nodes: int) -> BlockMask:
     """The mask of nodes that are seen from themselves on until `end` [n * BLOCK] int64, 0 for
     padding. Listed are the blocks that hold a visible pair; a block of visible pairs alone is in a
-    list of its own, which needs no mask."""
+    separate list, which needs no mask."""
     first = torch.arange(0, len(end), BLOCK, device=end.device)
     before = first[:, None] > first  # blocks of queries after a block of keys
     ends = end.view(-1, BLOCK)
@@ -270,7 +270,7 @@ _ODD = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 
 
 def accept(lm: Any) -> None:
-    """Let a model that was loaded with SDPA, block top-k attention beside it, or torch's
+    """Let a model that was loaded with SDPA, block top-k attention on top of it, or torch's
     variable-length kernel take `shared_prefix`, in place.
 
     Without it, every forward is as before.
@@ -359,8 +359,8 @@ def _gathered(x: Tensor, nodes: Tensor) -> Tensor:
 
 
 class _RepeatedRows(torch.autograd.Function):
-    """Rows of a matrix, repeated. Gradients of a row are summed in at least float32: those of all
-    responses of a group add up in the prompt's keys."""
+    """Rows of a matrix, repeated. Gradients of a row are summed in at least float32: all responses
+    of a group add up in the prompt's keys."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:

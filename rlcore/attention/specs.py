@@ -55,7 +55,7 @@ class SparseSpec(Spec):
     )
     prompt: Literal["sparse", "block", "dense"] = setting(
         "sparse",
-        "sparse: prompt positions choose their pages as those of responses do; block: the first of "
+        "sparse: prompt positions choose their pages as responses do; block: the first of "
         "each prompt_block positions chooses for them all; dense: they attend to all before them",
     )
     prompt_block: int = setting(

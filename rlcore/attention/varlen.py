@@ -1,6 +1,6 @@
 """Dense attention over packed sequences with torch's own variable-length kernel, or with the
-FlashAttention 4 that is part of vLLM's wheel, as attention implementations of transformers: for
-GPUs without flash-attn, which takes hours to build.
+FlashAttention 4 that is part of vLLM's wheel, as attention implementations of transformers. It
+serves GPUs without flash-attn, which takes hours to build.
 
 Load the model with `attn_implementation=register_varlen()` or `register_fa4()`; every forward needs
 `sequences`, made once for a micro-batch and used by all layers:
@@ -8,7 +8,7 @@ Load the model with `attn_implementation=register_varlen()` or `register_fa4()`;
     model(input_ids=ids, position_ids=pos, use_cache=False, sequences=Sequences.of(pos))
 
 The tests put a plain implementation in place of the kernel, which CPUs lack, and call the kernel
-itself on tensors without memory; on an H100 it equals SDPA, forward and backward, and learners of
+itself on tensors without memory. On an H100 it equals SDPA, forward and backward, and learners of
 whole runs attend by it (`benchmarks/results/gpu_h100.md`). FlashAttention 4 equals SDPA there, too;
 no learner has attended by it.
 """

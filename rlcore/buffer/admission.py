@@ -1,5 +1,5 @@
 """Admission: the staleness bound, back-pressure by bytes (`cluster.buffer_mib`), and the groups
-that wait for the steps that may use them."""
+held for the steps that may use them."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class StalenessBound:
     def deadline(self, admitted_version: int) -> int:
         """The last step that may train first on a group admitted at this published version.
 
-        With eta = 0 a version counts as the publish before it: a run that is resumed between two
+        With eta = 0 a version counts as the publish before it. A run that is resumed between two
         publishes serves a newer one, and must not draw earlier than one that was not stopped.
         """
         if self.synchronous:
@@ -273,7 +273,7 @@ class StalenessBound:
         return max(0, usable - self.phases.batches_before(step)) * self.groups_per_step
 
     def feasible(self, rest: Iterable[tuple[int, int]], step: int) -> bool:
-        """Return whether the batches after that of `step` can take all groups. `rest`: (deadline,
+        """Return whether the batches after `step`'s can take all groups. `rest`: (deadline,
         number of groups with it), ascending."""
         following, before = self.phases.batches_before(step) + 1, 0
         for deadline, count in rest:
@@ -354,6 +354,6 @@ class ByteLimit:
     sample: int = MIB
 
     def fitting(self, used: int, *, in_flight: int, group_bytes: float) -> int:
-        """How many groups fit beside `used` bytes of records and those in flight, of which each
-        takes `group_bytes`. Negative if too many are in flight."""
+        """How many groups fit next to `used` bytes of records and the groups in flight, of which
+        each takes `group_bytes`. Negative if too many are in flight."""
         return int((self.total - used) // group_bytes) - in_flight

@@ -3,7 +3,7 @@
 A step is consumed in two parts: `take(step)` fixes its batch, `commit(step)` says that it was
 trained on. Until then the batch is kept, and `rollback(step)` puts it back, to be taken again as
 the same batch. Where a phase has several epochs, a batch's first `take` pins it to the later steps
-of the phase that use it again, and its groups leave at the commit of the last one.
+of the phase that use it again. Its groups leave at the commit of the last one.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class Batches:
             self.next_step = later
 
     def give_up(self, reason: str) -> int:
-        """Evict all live groups, also those of batches that were taken and are not committed: the
+        """Evict all live groups, also in batches that were taken and are not committed: the
         next batch is of groups that are admitted from now on. Returns their number."""
         if self.taken:
             self.rollback(min(self.taken))
@@ -283,7 +283,7 @@ class Batches:
         return self._live.ledger.evicted[reason] - before
 
     def resume(self) -> None:
-        """After a restore: put back what was not committed, and evict groups that can no longer be
+        """After a restore: put back what was not committed. Evict groups that can no longer be
         trained on in time, also out of batches that were chosen by another bound."""
         self.forget()
         if self.taken:
@@ -381,7 +381,7 @@ class Batches:
         if any(entry.group_id not in self.taken.get(step, ()) for step in entry.taken_by):
             raise LedgerError("buffer: uncommitted batches and live groups disagree")
         if self.waiting().get(entry.group_id) != self._candidate(entry):
-            raise LedgerError("buffer: the groups that wait are not those that were counted")
+            raise LedgerError("buffer: the waiting groups are not the ones that were counted")
 
     @property
     def _horizon(self) -> int:

@@ -6,9 +6,9 @@
     records-*.bin  those that shards keep, each file written by its shard and read by one; state
                    ["files"] names all files, and ["places"] says in which one each record is
 
-`save` writes a folder beside, flushes it to disk and renames it, so a folder under the final name
-is complete. The checksums (BLAKE2b) of all files are verified before anything is used. Records and
-scores that are not paired yet are in no snapshot: their samples are requested again."""
+`save` writes a temporary folder, flushes it to disk and renames it, so a folder under the final
+name is complete. The checksums (BLAKE2b) of all files are verified before anything is used. Records
+and scores that are not paired yet are in no snapshot: their samples are requested again."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     their ids and admitted versions and are listed by `buffer.in_flight()`.
 
     If the settings changed since, groups that can no longer be trained on in time are evicted as
-    stale, and groups that have as many samples as the settings now ask for are finished. Raises
+    stale. Groups that have as many samples as the settings now ask for are finished. Raises
     LedgerError if the snapshot contradicts itself.
     """
     state, records, scores = saved.state, iter(saved.records), iter(saved.scores)

@@ -138,12 +138,12 @@ class LiveGroup:
 
     @property
     def size(self) -> int:
-        """Bytes of all records, those of incomplete drawings included."""
+        """Bytes of all records, incomplete drawings included."""
         incomplete = sum(d.size for found in self.drawings.values() for d in found.values())
         return incomplete + sum(s.size for s in self.samples.values())
 
     def records(self) -> list[Record]:
-        """All records, those of incomplete drawings included."""
+        """All records, incomplete drawings included."""
         drawn = (d for found in self.drawings.values() for d in found.values())
         incomplete = [record for d in drawn for _, record in d.records.values()]
         return incomplete + [r for s in self.samples.values() for r in s.records]
@@ -214,7 +214,7 @@ class LiveGroups:
     def __init__(
         self, samples_per_group: int, tasks: Mapping[str, TaskShare] | None = None
     ) -> None:
-        """`tasks`: settings of tasks whose groups have a size of their own, by the first part of a
+        """`tasks`: settings of tasks whose groups have their own size, by the first part of a
         prompt id."""
         self._samples_per_group = samples_per_group
         self._tasks = dict(tasks or {})

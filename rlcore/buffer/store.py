@@ -154,8 +154,8 @@ class ReplayBuffer:
 
         Only headers are read. A record that cannot be trained on fails its sample, and one that
         does not name its sample is counted. Raises ValueError, taking none of them, if one is of
-        another purpose, was never asked for, is of another prompt than its group, or has a token
-        older than its group's admission.
+        another purpose or was never asked for. So it does if one is of another prompt than its
+        group, or has a token older than its group's admission.
         """
         self.intake.add_records(records)
 
@@ -175,7 +175,7 @@ class ReplayBuffer:
         """Return whether `take(step)` would return a batch. Raises ValueError for another step than
         the next.
 
-        wave: groups of the whole run, in synchronous schedules: all that may be admitted must have
+        wave: groups of the whole run, in synchronous schedules. All that may be admitted must have
         arrived first, so that a phase cut short by the end of a plan begins as a whole one does.
         """
         if wave is not None and (self.live.unfinished() or self.room(total=wave)):
@@ -221,8 +221,8 @@ class ReplayBuffer:
 
     def peek(self, step: int, n: int) -> list[StoredEpisode]:
         """Samples of up to n groups of the batch of `step`, if one of the newest phases, or this
-        buffer's first, begins with it: all of the first group, which is one whose rewards differ
-        where there is one, and one of each other."""
+        buffer's first, begins with it. The first group, if possible one whose rewards differ, is
+        whole; each other has one sample."""
         return [sample for group in self._peeks.get(step, [])[:n] for sample in group]
 
     def _remember(self, step: int, entries: Sequence[LiveGroup]) -> None:
@@ -307,8 +307,8 @@ def waiting_for(buffer: ReplayBuffer, step: int) -> str:
 
 
 def failed_scores(buffer: ReplayBuffer) -> tuple[int, int, str]:
-    """Samples that could not be scored so far; how many these are if no sample ever was and all
-    failed for one reason, else 0; and a clause that says so with the last reason."""
+    """The number of samples that could not be scored so far. The same number if no sample ever was
+    and all failed for one reason, else 0. A clause that says so with the last reason."""
     errors, timeouts = buffer.ledger.score_errors, buffer.ledger.score_timeouts
     sentence = (
         f"{errors + timeouts} of {buffer.intake.totals.samples} samples so far could not be scored "

@@ -39,8 +39,8 @@ async def call(
     note: Callable[[str], None] | None = None,
 ) -> Any:
     """Await a Ray reference under a deadline. A time in which this process itself stood still, as
-    on a machine that swaps, counts as an eighth of it at most, so that answers which came meanwhile
-    are still read. `note` is told of a process that is silent, before a minute has passed.
+    on a machine that swaps, counts as an eighth of it at most. So answers which came meanwhile are
+    still read. `note` is told of a process that is silent, before a minute has passed.
 
     Raises DeadlineExceeded (naming `what` and the config key `key`), RoleLost when `who` has died,
     and the remote exception itself, not a stack of remote tracebacks, when the call failed.

@@ -31,13 +31,12 @@ class NodeOutlet:
     """Calls one method of the actor with a name, or of another actor where no actor has that name.
     Waits while too many messages have not arrived: a slow receiver must not fill this process's
     memory. Messages that a process of the own node did not take before it died go to the other
-    actor, and so do all others until a process has that name again. A receiver reports its own
-    errors.
+    actor. So do all others until a process has that name again. A receiver reports its own errors.
     """
 
     def __init__(self, method: str, near: str, far: Any) -> None:
-        """`near`: name of the process on this node; "": there is none. `far`: handle of the one
-        beside the driver."""
+        """`near`: name of the process on this node; "": there is none. `far`: handle of the one on
+        the driver's node."""
         self._method = method
         self._name = near
         self._near: Any = None

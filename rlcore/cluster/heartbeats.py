@@ -36,7 +36,7 @@ class RayRoleWatch(RoleWatch):
         beside: RayNodeScorers,
         teacher: RayTeacher | None = None,
     ) -> None:
-        """`scorer`: the graders beside the driver; `beside`: the graders beside actors.
+        """`scorer`: the graders on the driver's node; `beside`: the graders on actors' nodes.
         `teacher`: its engines, where it has some."""
         self._roles = [(buffer.handle, "the replay buffer"), *learner.roles()]
         self._scorer = scorer

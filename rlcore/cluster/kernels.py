@@ -2,9 +2,9 @@
 
 Which set MKL takes by itself, whether the variable changes that and whether it pays depend on the
 processor and on the build (benchmarks/results/kernels_cpu.md). MKL reads its variable once a
-process, so each set is tried in one of its own, for 50 ms, by products of the run's shapes. The
+process, so each set is tried in a separate one, for 50 ms, by products of the run's shapes. The
 result is kept for later runs of the same processor and shapes, so that it does not change with the
-noise of a machine: products of other kernels round otherwise.
+noise of a machine. Products of other kernels round otherwise.
 """
 
 from __future__ import annotations

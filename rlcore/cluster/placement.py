@@ -40,7 +40,7 @@ def beside_driver() -> NodeAffinitySchedulingStrategy:
 
 
 def bound_to(resource: str, *, own_nodes: bool) -> dict[str, float]:
-    """The custom resource that binds a role to its nodes, when the learner has nodes of its own."""
+    """The custom resource that binds a role to its nodes, when the learner has its own nodes."""
     return {resource: SLIVER} if own_nodes else {}
 
 
@@ -62,8 +62,8 @@ def other_actor_nodes(*, own_nodes: bool) -> Mapping[str, Mapping[str, float]]:
 
 
 class SharedPlaces:
-    """The placement of engines and learner ranks that share a GPU, in turns or each a part of it:
-    engine i and rank i are in bundle i of a placement group, whose GPU no other process uses."""
+    """The placement of engines and learner ranks that share a GPU, in turns or each a part of it.
+    Engine i and rank i are in bundle i of a placement group, whose GPU no other process uses."""
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], *, start_timeout_s: float) -> None:
         """Block until the cluster has resources for all bundles. Raises DeadlineExceeded."""

@@ -182,7 +182,7 @@ def _check_temporary() -> None:
             f"most {_MOST} characters, or {instead}."
         )
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{said}, which is no folder that can be written to: {instead}.")
+        raise UserError(f"{said}, which is not a folder that can be written to: {instead}.")
 
 
 def _check_store(spec: RaySpec, store_bytes: int) -> None:
@@ -229,8 +229,8 @@ def _local_cpus(spec: RaySpec, needed_cpus: float, needed_gpus: float) -> int:
 
 
 def _shut_down(own: Sequence[int]) -> None:
-    """Disconnect, and end the remaining processes of a cluster of our own: those of these ids, and
-    what they started."""
+    """Disconnect, and end the remaining processes of our own cluster: these ids, and what they
+    started."""
     children = [child for child in psutil.Process().children() if child.pid in own]
     started = [p for child in children for p in _family(child)]
     ray.shutdown()
@@ -262,9 +262,9 @@ def _poll(check: Callable[[], None], deadline: float, patience_s: float) -> None
 
 
 def _of_this_machine() -> str:
-    """The address of the cluster that this machine is a node of, for cluster.address=auto: that of
-    RAY_ADDRESS, else of the raylet that runs here. Raises UserError if there is none or several, or
-    if it is another user's, who may not know of this run."""
+    """The address of the cluster that this machine is a node of, for cluster.address=auto:
+    RAY_ADDRESS, else the address of the raylet that runs here. Raises UserError if there is none or
+    several, or if it is another user's, who may not know of this run."""
     named = joined_address(None)
     if named is not None and named != AUTO:
         return named
@@ -338,8 +338,8 @@ def _start_local(own: list[int], **settings: Any) -> None:
 
 @contextlib.contextmanager
 def _own_processes(own: list[int]) -> Iterator[None]:
-    """A context in which Ray starts the processes of a local cluster: noted, in process groups of
-    their own, and without those that nothing here uses."""
+    """A context in which Ray starts the processes of a local cluster: noted, in their own process
+    groups, and without the ones that nothing here uses."""
     popen = services.ConsolePopen
 
     def noted(*args: Any, **kwargs: Any) -> Any:

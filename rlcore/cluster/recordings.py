@@ -2,7 +2,7 @@
 
     RUN_DIR/recorder/step_000012/policy-0.bin     one share of the batch of step 12
 
-A share is written by the rank that fetched it, beside training. Batches are kept back to a
+A share is written by the rank that fetched it, during training. Batches are kept back to a
 checkpoint that precedes the last `logging.recorder.steps` steps: from it `rlcore replay` trains
 again, which gives the optimizer's state to the bit. The batches of a step with a warning are kept
 longer, and so is the checkpoint before it, which is marked for that.

@@ -40,7 +40,7 @@ def joined_address(address: str | None) -> str | None:
     """The cluster that is joined (`cluster.address`, else RAY_ADDRESS); None: this process starts
     its own.
 
-    An HTTP address in RAY_ADDRESS is that of a job server, which `ray job submit` reads, and no
+    An HTTP address in RAY_ADDRESS names a job server, which `ray job submit` reads, and not a
     cluster that a driver could join.
     """
     found = address or os.environ.get("RAY_ADDRESS") or LOCAL

@@ -98,7 +98,7 @@ def start_learners(
     wire_dtype: str,
     places: SharedPlaces | None = None,
 ) -> RayLearner:
-    """The policy's ranks, and those of each companion that has ranks of its own.
+    """The policy's ranks, and the ranks of each companion that has some.
 
     `jobs`: POLICY first, then companions by name; the number of ranks is `job.learner.ranks`.
     `buffer` None: supervised training and export alone. `places`: for ranks that share GPUs with

@@ -76,7 +76,7 @@ class TeacherActor:
     @ray.method(concurrency_group="watch")
     def give_up(self, caller: str, number: int) -> None:
         """Compute none of a caller's calls up to `number`. In place of `ray.cancel`, which has the
-        node connect to the process: where that is stopped, the node then fails to end it; and a
+        node connect to the process. Where that is stopped, the node then fails to end it, and a
         restarted process would wait 30 s for each call that was cancelled."""
         self._given_up[caller] = number
 
@@ -168,8 +168,8 @@ class TeacherOutlet:
     """Has records scored on their way to the buffer. One thread calls it.
 
     Records that no engine has scored by the deadline go on without a teacher, and so do those whose
-    engine fails, or dies twice under them. A record of which a log-prob is no number has no teacher
-    either: one NaN would be the loss of a whole step.
+    engine fails, or dies twice under them. A record of which a log-prob is not a number has no
+    teacher either: one NaN would be the loss of a whole step.
     """
 
     handles: Sequence[Any]

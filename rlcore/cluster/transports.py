@@ -20,7 +20,7 @@ KEY = "cluster.transport"
 
 def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport:
     """This process's end of a transport that is not a group. `sent`: the set that a learner sends.
-    Raises UserError for a class that is no transport."""
+    Raises UserError for a class that is not a transport."""
     spec = hosting.transport
 
     def get(handle: list[Any]) -> Any:

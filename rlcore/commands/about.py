@@ -107,9 +107,9 @@ ABOUT = "about.json"
 
 
 def run_kernels(config: RunConfig, *, trial: bool = True) -> Kernels | None:
-    """The matrix kernels of a run's processes on this machine: those that its directory names,
-    else those kept of an earlier trial, else, with `trial`, those of one. None: no process of the
-    run computes on this machine's CPUs."""
+    """The matrix kernels of a run's processes on this machine: as its directory names them, else as
+    an earlier trial found them, else, with `trial`, by a trial. None: no process of the run
+    computes on this machine's CPUs."""
     on_cpu = config.learner.device == "cpu" or any(a.on_cpu for a in config.actor.values())
     if not on_cpu or joined_address(config.cluster.address) is not None:
         return None
@@ -140,14 +140,14 @@ def kernel_news(config: RunConfig, kernels: Kernels | None) -> Iterator[str]:
     if config.schedule.synchronous and begun not in (None, kernels.chosen):
         yield (
             f"the run was begun with the kernels {begun or 'of MKL by itself'}: sums round "
-            "otherwise, so this is no exact continuation"
+            "otherwise, so this is not an exact continuation"
         )
 
 
 def limit_facts(config: RunConfig, tokenizer: Any, kernels: Kernels | None) -> dict[str, Any]:
-    """The facts that `metrics/limit.py` needs of a run; {} where it has no limit: roles on GPUs or
-    in bfloat16, whose speed was not tried, or adapters, whose products are fewer. `tokenizer`:
-    the policy's."""
+    """The facts that `metrics/limit.py` needs of a run. It is {} where there is no limit: roles on
+    GPUs or in bfloat16, whose speed was not tried, or adapters, whose products are fewer.
+    `tokenizer`: the policy's."""
     learner, actors = config.learner, config.actor.values()
     plain = learner.device == "cpu" and all(a.on_cpu and a.kind != "draft" for a in actors)
     float32 = {learner.compute_dtype, *(a.compute_dtype for a in actors)} == {"float32"}

@@ -65,7 +65,7 @@ def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> in
     """Answer each line, with what was said before, and write answers as they are sampled.
 
     Ctrl-C ends an answer; at the prompt it ends the conversation. A question whose answer ended so,
-    or that the chat template refuses, is no part of what follows.
+    or that the chat template refuses, is not part of what follows.
     """
     said: list[Message] = []
     while True:

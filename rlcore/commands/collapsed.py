@@ -74,7 +74,7 @@ def slowed(config: RunConfig) -> RunConfig:
 
 def _holding(config: RunConfig, rows: Sequence[Row], alarm: int) -> float | None:
     """The rate with which samples as old as the schedule lets them be would have stayed near the
-    policy, by the rows up to the alarm; None where these do not say it."""
+    policy, by the rows up to the alarm. None where these do not say it."""
     until = [row for row in rows if int(row["step"] or 0) <= alarm]
     lengths = step_lengths(until, config.learner.step_bound or HOLDS)
     return lengths.rate(StalenessBound.of(config.schedule).cap) if lengths else None

@@ -47,7 +47,7 @@ def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> t
 
 
 def ranks(config: RunConfig) -> int:
-    """Learner ranks, those of parts included."""
+    """Learner ranks, parts' ranks included."""
     return config.learner.ranks + sum(part.ranks(config) for part in PARTS)
 
 
@@ -55,7 +55,7 @@ def follows_load(config: RunConfig) -> bool:
     """True if the policy's ranks use more threads while cores idle (`learner.max_threads`), as only
     a run may whose results depend on timing anyway.
 
-    Ranks that hold parts of something compute the rest alike, and have to round alike.
+    Ranks that hold parts of something compute the rest equally, and have to round equally.
     """
     spec, schedule = config.learner, config.schedule
     return (
@@ -72,8 +72,8 @@ def with_stated_threads(config: RunConfig) -> RunConfig:
     divided among the ranks, in a synchronous run.
 
     Its actors idle while it learns. OMP_NUM_THREADS of the environment bounds them. It is null
-    where they are other machines' cores, where equality to the bit needs one thread, and in an
-    asynchronous run, whose steps more threads did not make faster (benchmarks/results/
+    where they are other machines' cores, and where equality to the bit needs one thread. So it is
+    in an asynchronous run, whose steps more threads did not make faster (benchmarks/results/
     profile_cpu.md).
     """
     learner, most = config.learner, None
@@ -236,9 +236,9 @@ def mixed_answers(config: RunConfig) -> str:
     if len(config.actor) == 1 or not others or evaluation_actor(config) is not None:
         return ""
     return (
-        f"all actors answer held-out prompts, and those of {', '.join(others)} sample from another "
-        "policy: eval/* mixes them (evaluation.dense_actor=true evaluates the policy itself, "
-        "evaluation.actors=[LABEL] one kind)"
+        f"all actors answer held-out prompts, and actors of {', '.join(others)} sample from "
+        "another policy: eval/* mixes them (evaluation.dense_actor=true evaluates the policy "
+        "itself, evaluation.actors=[LABEL] one kind)"
     )
 
 

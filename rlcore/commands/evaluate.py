@@ -176,7 +176,7 @@ def export(
     rounding = _rounding(config, form, model_path)
     refuse(
         rounding is not None and dtype is not None,
-        f"dtype={dtype} is of weights as trained, and format={form} has formats of its own: leave "
+        f"dtype={dtype} is of weights as trained, and format={form} has its own formats: leave "
         "one of them out.",
     )
     # rounding begins with the values that actors are sent
@@ -278,7 +278,7 @@ def _facts(config: RunConfig, base: str) -> Iterator[tuple[str, object]]:
 
 
 def _evaluation(rows: list[Row]) -> list[str]:
-    """The first and the newest held-out results, each with the interval of its own evaluation."""
+    """The first and the newest held-out results, each with its evaluation's interval."""
     first: dict[str, str] = {}
     newest: dict[str, str] = {}
     for row in rows:

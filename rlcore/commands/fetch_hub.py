@@ -51,7 +51,7 @@ def fetch_repository(wanted: Wanted) -> Path:
     )
     refuse(
         wanted.revision is not None and wanted.out is None,
-        f"revision={wanted.revision} is of a folder of its own: add out=FOLDER, since "
+        f"revision={wanted.revision} needs its own folder: add out=FOLDER, since "
         f"model={name} and data={name} read the newest that was fetched.",
     )
     with _sentences(name):

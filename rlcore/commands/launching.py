@@ -160,11 +160,11 @@ def show_jobs(run_dir: str | None) -> int:
 
 
 def cancel_jobs(run_dir: str) -> int:
-    """End the jobs of a folder that wait or run, with a checkpoint. Raises UserError if none
+    """End the queued and running jobs of a folder, with a checkpoint. Raises UserError if none
     does."""
     left = [job for job in jobs.known(_ids(run_dir)) if not job.over]
     if not left:
-        raise UserError(f"run_dir={run_dir} has no job that waits or runs.")
+        raise UserError(f"run_dir={run_dir} has no queued or running job.")
     for job in left:
         jobs.cancel(job)
         print(f"job {job.id} {_answer(job)}")

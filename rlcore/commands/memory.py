@@ -69,7 +69,7 @@ def published_bytes(config: RunConfig, tokenizer: Any) -> int:
 
 
 def _sent(config: RunConfig, tokenizer: Any, lora: LoraSpec | None) -> int:
-    """Parameters of the policy's model that are sent: all, or those of an adapter alone."""
+    """Parameters of the policy's model that are sent: all, or an adapter's alone."""
     if lora is None or lora.publish == "merged":
         return policy_parameters(config, tokenizer)
     adapter = adapter_shapes(weight_shapes(config), AdapterShape(lora.rank, lora.targets))
@@ -176,7 +176,7 @@ def _check_nodes(config: RunConfig, sizes: ModelSizes) -> None:
 
 
 def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
-    """Check that a learner rank that waits fits beside the largest share of an engine."""
+    """Check that an idle learner rank fits next to the largest share of an engine."""
     rank = _rank(config, sizes)
     if rank is None:
         return

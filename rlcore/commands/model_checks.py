@@ -223,7 +223,7 @@ def check_rows(path: str) -> list[dict[str, Any]]:
         ) from e
     if not all(isinstance(row, dict) and "part" in row for row in rows):
         raise UserError(
-            f"model.gpu_check={path} has lines that are no rows of benchmarks/gpu/check.py."
+            f"model.gpu_check={path} has lines that are not rows of benchmarks/gpu/check.py."
         )
     return rows
 
@@ -267,8 +267,7 @@ _OWN_ERROR = "learner's to float32, replayed"
 
 
 def _agrees(gap: Any, own_error: Any) -> bool:
-    """True if an engine is as near to the learner as the learner to float32; not for what is no
-    number."""
+    """True if an engine is as near to the learner as the learner to float32; not for NaN."""
     if not isinstance(gap, int | float) or not isinstance(own_error, int | float):
         return False
     return gap <= max(_AGREES, 2 * own_error)
@@ -365,7 +364,7 @@ def _experts(model: Mapping[str, Any]) -> str:
 
 
 def _settings(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every setting of a config.json, those of nested parts (text_config and the like) included."""
+    """Every setting of a config.json, nested parts (text_config and the like) included."""
     for name, value in model.items():
         if isinstance(value, Mapping):
             yield from _settings(value)
@@ -374,8 +373,7 @@ def _settings(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return the fields that are read of a config.json: the folder's, or that of the fresh
-    model."""
+    """Return the fields that are read of a config.json: the folder's, or the fresh model's."""
     path = config.model.path
     if path is None:
         assert config.model.fresh is not None

@@ -100,7 +100,7 @@ def _ask(key: str, spec: LeanSpec) -> None:
     except urllib.error.HTTPError as error:
         why = f"answers status {error.code}"
         if error.code in (401, 403):
-            why += f" (its key is that of {key}.api_key_env={spec.api_key_env})"
+            why += f" (its key is read from {key}.api_key_env={spec.api_key_env})"
     except (OSError, ValueError) as error:  # refused, unknown host, no answer in time, no HTTP
         why = f"does not answer: {error}"
     raise UserError(
@@ -236,9 +236,9 @@ def _room(config: RunConfig, label: str) -> list[str]:
 
 
 def _build_own(config: RunConfig) -> None:
-    """Build the losses and advantages, which may be a user's own and which runs build later. Of
-    sinks, which write files when they are built, only the classes are checked, and that W&B is
-    installed if it is wanted. Raises UserError."""
+    """Build the losses and advantages, which may be a user's own and which runs build later. Sinks
+    write files when they are built: only their classes are checked, and that W&B is installed if it
+    is wanted. Raises UserError."""
     make_loss(config.algorithm)
     for label in config.tasks:
         key, name = config.advantage_of(label)
@@ -256,8 +256,8 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
     refuse(
         getattr(cls, "asks_task", False) and bool(tasks_with_tokens({label: config.tasks[label]})),
         f"{config.environment_key(label)}.name={environment.name} gives the task's grader texts "
-        f"alone, and that of {config.task_key(label)}.name={config.tasks[label].name} asks for "
-        "the text of every token: use an environment of your own that grades its episodes, or "
+        f"alone, and the grader of {config.task_key(label)}.name={config.tasks[label].name} asks "
+        "for the text of every token: use your own environment that grades its episodes, or "
         f"{config.environment_key(label)}=none for answers of one turn.",
     )
     try:
@@ -339,7 +339,7 @@ def open_run_dir(config: RunConfig, command: str) -> Owner:
 
 def check_writable(key: str, value: str) -> None:
     """Refuse a folder that cannot be made or written to, by a folder in the nearest that exists,
-    which is removed at once: permissions alone do not tell of root, of a full or read-only disk."""
+    which is removed at once. Permissions alone do not tell of root, of a full or read-only disk."""
     folder = Path(value)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -347,8 +347,8 @@ def check_writable(key: str, value: str) -> None:
             return
     except OSError as error:
         raise UserError(
-            f"{key}={folder} cannot be written: {existing} is no folder that this user may write "
-            f"to ({error.strerror})."
+            f"{key}={folder} cannot be written: {existing} is not a folder that this user may "
+            f"write to ({error.strerror})."
         ) from error
 
 

@@ -300,7 +300,7 @@ def engine_job(
 
 
 def teacher_job(config: RunConfig) -> EngineJob:
-    """The engine of a teacher that is no model of the learner's."""
+    """The engine of a teacher that is not a model of the learner's."""
     spec, folder = config.teacher, config.teacher_folder
     assert folder is not None and spec.top_k is not None
     return EngineJob(
@@ -353,7 +353,7 @@ def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
 
 
 def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, LearnerJob]:
-    """The policy's learner, and that of a draft that is trained beside it."""
+    """The policy's learner, and a co-trained draft's."""
     jobs = {POLICY: policy_job(config, model_path, pad_id)}
     if config.learner.draft is not None:
         jobs[derived.DRAFT] = _draft_job(config, model_path, pad_id)

@@ -46,7 +46,7 @@ Tokens = Mapping[tuple[int, int], Mapping[str, Sequence[float]]]
 @dataclass(frozen=True, slots=True)
 class Executed:
     """A step of one configuration: its metrics, the part of every token in its loss, and the
-    parameters' gradient against that of the first configuration."""
+    parameters' gradient against the first configuration's."""
 
     metrics: dict[str, float]
     tokens: Tokens
@@ -153,7 +153,7 @@ def _row(config: RunConfig, step: int) -> Row:
 
 
 def _beginning(config: RunConfig, plan: Plan, step: int) -> Beginning:
-    """The newest state from which all batches up to that of `step` are recorded."""
+    """The newest state from which all batches up to `step`'s are recorded."""
     run_dir = Path(config.run_dir)
     recorded = set(steps_in(run_dir / RECORDER))
     for at in sorted({0, *steps_in(run_dir / "checkpoints")}, reverse=True):

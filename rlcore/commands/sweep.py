@@ -173,7 +173,7 @@ def _start(command: Sequence[str]) -> int:
 
 
 def _report(found: Sequence[Job]) -> None:
-    """report.html over all runs that have taken a step, beside their folders."""
+    """report.html over all runs that have taken a step, next to their folders."""
     begun = [str(job.folder) for job in found if (job.folder / "metrics.jsonl").exists()]
     if begun:
         from_room("report")(begun, str(found[0].folder.parent / "report.html"))

@@ -51,7 +51,7 @@ class ServedModel:
     """A model behind OpenAI's completions (POST URL/completions), given the tokens of a prompt.
 
     vLLM's server answers `return_token_ids` by the tokens that it sampled; the text of another is
-    encoded again. The key is that of OPENAI_API_KEY, if it is set.
+    encoded again. The key is read from OPENAI_API_KEY, if it is set.
     """
 
     def __init__(self, job: EnvironmentJob, tokenizer: Any, said: TriedModel) -> None:
@@ -112,8 +112,8 @@ class ServedModel:
 class ScriptedModel:
     """The words of a scripted model in one episode.
 
-    An environment with worked turns is played a second time in this process, beside the real one,
-    with the same seed: so its worked turns follow what has been said.
+    An environment with worked turns is played a second time in this process, in parallel with the
+    real one, with the same seed. So its worked turns follow what has been said.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ def with_drafts(config: RunConfig, prepared: Prepared, note: Note) -> RunConfig:
         if actor.draft_fresh is None:
             continue
         model = config.model.model_copy(update={"fresh": actor.draft_fresh})
-        note(f"actor.{label}.draft_fresh: a draft of its own")
+        note(f"actor.{label}.draft_fresh: its own draft")
         path = starting_model(config.model_copy(update={"model": model}), prepared, note)
         actors[label] = actor.model_copy(update={"draft_path": path, "draft_fresh": None})
     return config.model_copy(update={"actor": actors})

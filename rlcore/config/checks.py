@@ -49,8 +49,8 @@ def check_adapters(c: RunConfig) -> None:
 
 
 def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
-    """Return whether an actor may have an adapter beside its weights. A draft has weights of its
-    own."""
+    """Return whether an actor may have an adapter in addition to its weights. A draft has its own
+    weights."""
     precision = actor.kind if actor.rounding == "none" else actor.rounding
     # Quantised actors serve the quantised sum here; quantised weights with a separate adapter would
     # be another policy.
@@ -74,7 +74,7 @@ def check_transport(c: RunConfig) -> None:
     refuse(
         several and c.cluster.joined,
         f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
-        "with weights of their own: choose object_store or disk.",
+        "with their own weights: choose object_store or disk.",
     )
     if c.cluster.full_weights_every > 1:
         _deltas(c)
@@ -135,8 +135,8 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
     refuse(
         transport == "ipc" and len(shared) < len(gpus) and not colocated,
         "cluster.transport=ipc reads the learner's memory on the same GPU, so learner.num_gpus and "
-        "actor.*.num_gpus must be shares of one, such as 0.5 each, or schedule.colocated=true has "
-        "them take turns: for GPUs of their own, use nccl.",
+        "actor.*.num_gpus must be shares of one, such as 0.5 each. Or schedule.colocated=true has "
+        "them take turns; for separate GPUs, use nccl.",
     )
     without = [
         label
@@ -309,7 +309,7 @@ def _own_settings(
 
 
 def _whole_corrections(c: RunConfig) -> None:
-    """Corrections that are a policy gradient of their own (RAPID, DPPO)."""
+    """Corrections that are their own policy gradient (RAPID, DPPO)."""
     a = c.algorithm
     for label, spec in c.correction.chosen().items():
         refuse(

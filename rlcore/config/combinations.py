@@ -1,9 +1,9 @@
 """The table of features that are used together: which pairs a test has shown, and which are
 refused.
 
-Of two of `WAYS`, ways in which a learner divides, holds, computes or extends the policy, a pair
-that is not in `PROVEN` is refused: each of them changes what the others rely on. Of `OTHERS` the
-pairs in `REFUSED` are refused. `docs/generate.py` writes docs/combinations.md from the table.
+`WAYS` are ways in which a learner divides, holds, computes or extends the policy. A pair that is
+not in `PROVEN` is refused: each of them changes what the others rely on. Of `OTHERS` the pairs in
+`REFUSED` are refused. `docs/generate.py` writes docs/combinations.md from the table.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ REFUSED = (
     RefusedPair(
         "parts of sequences",
         "FlashAttention 2",
-        "{a} has an attention of its own name, which transformers would take for a package with "
+        "{a} has its own attention name, which transformers would take for a package with "
         "{b}: choose auto, varlen or sdpa.",
     ),
     RefusedPair("parts of experts", "ZeRO-3", "{a} is not proven with {b}: " + _STAGES),

@@ -1,5 +1,5 @@
 """Completion of the `rlcore` command in bash and zsh: a script made from the table of verbs, the
-groups' files and the schema, so that a key press starts no Python.
+groups' files and the schema. A key press starts no Python.
 
 Both shells get the same function, which prints the candidates for a word; only the way to hand them
 to the shell differs.

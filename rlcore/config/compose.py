@@ -2,7 +2,7 @@
 the result.
 
 Group selections (`task=math`, `correction=[dvp,mis]`) go to Hydra; values (`learner.lr=1e-4`)
-replace those of the composed configuration. A key that the schema knows needs no `+`.
+replace values of the composed configuration. A key that the schema knows needs no `+`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _reward(reward: RewardSpec) -> RewardSpec:
 
 
 def _model(path: str | None) -> str | None:
-    """A folder; OWNER/NAME of the Hugging Face hub is that of its files in the local cache."""
+    """A folder; OWNER/NAME of the Hugging Face hub stands for its files in the local cache."""
     if path is None or os.path.exists(path) or not HUB_NAME.fullmatch(path):
         return _path(path)
     snapshot = hub_folders("models", path)[1]
@@ -231,8 +231,8 @@ def selected_tasks(selections: Sequence[Override]) -> list[str]:
 
 def compose_tasks(before: Any, options: Mapping[str, Path]) -> DictConfig:
     """`task` of a run that selects several. `before`: the settings of `task` in the rest of the
-    configuration, such as an experiment; the settings of a selected label apply, those of a single
-    task or of other labels do not. `options`: the options' files."""
+    configuration, such as an experiment. The settings of a selected label apply; a single task's,
+    or other labels', do not. `options`: the options' files."""
     tasks: dict[str, Any] = {}
     for option, file in options.items():
         cfg = OmegaConf.load(file)
@@ -302,10 +302,10 @@ def load(
 ) -> RunConfig:
     """Compose and check a run.
 
-    `config_dir` is a user's own folder of groups, searched beside the shipped ones; `run_dir` is
-    the run directory where neither the words nor a config.yaml names one. With `resume=auto` and a
-    `run_dir` that holds a config.yaml, the run's own configuration is the base and the words change
-    it. Raises UserError, one sentence, for anything that does not fit.
+    `config_dir` is a user's own folder of groups, searched in addition to the shipped ones;
+    `run_dir` is the run directory where neither the words nor a config.yaml names one. With
+    `resume=auto` and a `run_dir` that holds a config.yaml, the run's own configuration is the base
+    and the words change it. Raises UserError, one sentence, for anything that does not fit.
     """
     words = parse(overrides, config_dir)
     saved = Path(str(words.value_of("run_dir") or "")) / "config.yaml"
@@ -436,7 +436,7 @@ def _keep_selected(cfg: DictConfig, group: str, files: Iterable[Path]) -> None:
 
 
 def _resumed(saved: Path, words: Overrides, config_dir: str | Path | None) -> DictConfig:
-    """The saved configuration with groups and values replaced by those of the words.
+    """The saved configuration with groups and values replaced by the arguments.
 
     A scheduler that requeues a job repeats its command, so `experiment=` may be among the words
     again. It must then mean the experiment that the run was started with: a difference from the

@@ -1,4 +1,4 @@
-"""Splits the words of a command line into group selections and values."""
+"""Splits the arguments of a command line into group selections and values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ COMMAND_LINES = {
     ),
     "paper/rapid_h4": (
         "experiment=paper/rapid_h8 schedule.steps_per_publish=4",
-        "RAPID's table 3, H=4: recommended beside 8 (N_inference is 128)",
+        "RAPID's table 3, H=4: recommended with 8 (N_inference is 128)",
     ),
     "paper/rapid_h16": (
         "experiment=paper/rapid_h8 schedule.steps_per_publish=16",
@@ -170,7 +170,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def setting_names(config_dir: str | Path | None = None) -> list[str]:
-    """Return the names that the words of a run's configuration may use: its groups and its dotted
+    """Return the names that arguments of a run's configuration may use: its groups and its dotted
     keys."""
     return [*groups(config_dir), *keys()]
 
@@ -247,9 +247,9 @@ _KEY = re.compile(r"\+{0,2}[A-Za-z_][\w./@-]*")
 
 
 def _as_text(word: str, read: Override | None) -> Override | None:
-    """The override of a word whose value is meant as it stands: any text that is not written in
-    quotes, for a key that holds text, or one that Hydra's grammar cannot read and that is no list
-    or mapping; None for another. `read`: by Hydra's grammar, if it could."""
+    """The override of a word whose value is meant as it stands. This is any text without quotes,
+    for a key that holds text, or one that Hydra's grammar cannot read and that is not a list or
+    mapping; None for another. `read`: by Hydra's grammar, if it could."""
     key, equals, text = word.partition("=")
     if not equals or not _KEY.fullmatch(key):
         return None
@@ -284,8 +284,8 @@ def _parse_word(word: str) -> Override:
 
 
 def _own_class(override: Override) -> list[Override]:
-    """`environment=path/to/file.py:Class`, and `task` alike, name a class where other groups only
-    have options."""
+    """`environment=path/to/file.py:Class`, and `task` likewise, name a class where other groups
+    only have options."""
     group, chosen = override.key_or_group, override.value()
     if group not in ("environment", "task") or not isinstance(chosen, str) or ":" not in chosen:
         return [override]
@@ -315,7 +315,7 @@ def _require_options(override: Override, options: dict[str, Path]) -> None:
         moved = COMMAND_LINES.get(str(option)) if group == "experiment" else None
         if moved is not None and option not in options:
             words, _ = moved
-            raise UserError(f"experiment={option} is no experiment of its own: write {words}.")
+            raise UserError(f"experiment={option} is not a separate experiment: write {words}.")
         if not isinstance(option, str) or option not in options:
             raise UserError.choice(group, shown, options, closest(str(option), options))
 
@@ -326,7 +326,7 @@ def _require_tasks(chosen: list[Any], shown: str) -> None:
     for option in chosen:
         if chosen.count(option) > 1:
             raise UserError(
-                f"task={shown} names {option} twice: give the second a label of its own, "
+                f"task={shown} names {option} twice: give the second its own label, "
                 f"'+task.LABEL={{name: {option}, args: {{...}}}}'."
             )
 

@@ -1,5 +1,5 @@
 """Help on the command line, from the table of verbs. The help on a run's settings is in
-`config/help_settings.py`, which is imported where it is asked for: commands that read no settings,
+`config/help_settings.py`, which is imported where it is asked for. Commands that read no settings,
 and their help, need none of the packages that compose a run."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from rlcore.config.verbs import VERBS, Key, Verb
 
 WIDTH = 100
 SHORT = 28  # characters of values that stand beside their key
-ENDING = """Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
+ENDING = """Exit codes: 0 done, 1 the run failed, 2 a wrong command or configuration,
 3 rlcore diagnose advises something, 4 the policy was lost (schedule.on_collapse),
 130 stopped with a checkpoint."""
 
@@ -22,7 +22,7 @@ def overview() -> str:
         "",
         *beside({verb.name: verb.about for verb in VERBS.values()}),
         "",
-        "rlcore VERB --help shows a command's keys; rlcore train --help TOPIC those of one group,",
+        "rlcore VERB --help shows a command's keys; rlcore train --help TOPIC the keys of a group,",
         "such as algorithm. rlcore --version.",
         ENDING,
     ]

@@ -23,9 +23,7 @@ from rlcore.config.sentences import sections
 from rlcore.config.verbs import Verb, nearest
 from rlcore.errors import UserError
 
-OWN_CORRECTION = (
-    "A correction of your own: correction.LABEL={name: path/to/file.py:MySpec, key: value}"
-)
+OWN_CORRECTION = "Your own correction: correction.LABEL={name: path/to/file.py:MySpec, key: value}"
 
 
 def of_verb(verb: Verb, topics: Sequence[str] = (), config_dir: str | Path | None = None) -> str:
@@ -82,8 +80,8 @@ def _topic(verb: Verb, topic: str, config_dir: str | Path | None) -> str:
         shown = [*(key.name for key in verb.keys)]
         shown += ["run", "all", *dict.fromkeys([*found, *_sections()])] if verb.settings else []
         raise UserError(
-            f"rlcore {verb.name} --help {topic} is no topic: {nearest(topic, choices)}the topics "
-            f"are {', '.join(shown)}."
+            f"rlcore {verb.name} --help {topic} is not a topic: {nearest(topic, choices)}the "
+            f"topics are {', '.join(shown)}."
         )
     return "\n\n".join("\n".join(part) for part in parts)
 

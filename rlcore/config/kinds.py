@@ -12,8 +12,8 @@ from rlcore.weights.specs import GROUP_TRANSPORTS
 
 
 def check_kinds(c: RunConfig) -> None:
-    """Check the lists of corrections of kinds of actors, and the lists that are measured beside the
-    run's."""
+    """Check the lists of corrections of kinds of actors, and the lists that are measured in
+    addition to the run's."""
     own = {key: found for key, found in c.correction_lists.items() if key != "correction"}
     refuse(
         bool(own) and len(c.actor) == 1,

@@ -35,7 +35,7 @@ def _engine(label: str, actor: ActorSpec) -> None:
     refuse(
         actor.tensor_parallel > 1,
         f"{KEY} pairs an engine with the learner rank of one GPU, and {key}.tensor_parallel="
-        f"{actor.tensor_parallel} spans several: use 1, or GPUs of its own.",
+        f"{actor.tensor_parallel} spans several: use 1, or its own GPUs.",
     )
 
 
@@ -76,7 +76,7 @@ def _places(c: RunConfig) -> None:
     refuse(
         nodes > 0,
         f"{KEY} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
-        "learner nodes of its own: leave it 0.",
+        "learner its own nodes: leave it 0.",
     )
 
 
@@ -112,7 +112,7 @@ def check_gpu_shares(c: RunConfig) -> None:
     refuse(
         nodes > 0,
         f"{share} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
-        "learner nodes of its own: leave it 0.",
+        "learner its own nodes: leave it 0.",
     )
 
 

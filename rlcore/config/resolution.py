@@ -41,7 +41,7 @@ def _own(written: Any, found: Any, key: str) -> Any:
 
 
 def _decoded(text: Any) -> Any:
-    """The value that a word of the command line with this text would have; text where none."""
+    """The value that an argument with this text would have; text where none."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError:

@@ -1,7 +1,7 @@
 """The settings that a run cannot change when it goes on from a checkpoint.
 
 Each specification names its own (`Spec.fixed`, `Spec.fixed_presence`), a user's correction
-included; `tests/config/test_config_resuming.py` lists the settings that may change, so that a new
+included. `tests/config/test_config_resuming.py` lists the settings that may change, so that a new
 one is put on one side or the other. A plan and a mixture of tasks check themselves what they can
 continue from (`Plan.check_resume`, `Mixture.restore`).
 """
@@ -60,12 +60,12 @@ def other_threads(before: RunConfig, now: RunConfig) -> str | None:
     ]
     if not changed:
         return None
-    return f"{', '.join(changed)}: sums round otherwise, so this is no exact continuation"
+    return f"{', '.join(changed)}: sums round otherwise, so this is not an exact continuation"
 
 
 def _in_both(key: str, before: RunConfig, now: RunConfig) -> bool:
-    """Return whether a section is of what both runs train with: not of a label that only one has,
-    of the other form of `task` (`Mixture.restore` refuses that), or of a measured list."""
+    """Return whether a section is of what both runs train with. A label that only one has, the
+    other form of `task` (`Mixture.restore` refuses that) and a measured list are not."""
     section, _, rest = key.partition(".")
     label = rest.partition(".")[0]
     if section == "actor":

@@ -2,7 +2,7 @@
 belongs to a package.
 
 A section that serves several packages inherits their specifications, so that each package takes the
-part that it declared: `cluster` is a `RaySpec` to the cluster and a `SupervisionSpec` to the loop.
+part that it declared. `cluster` is a `RaySpec` to the cluster and a `SupervisionSpec` to the loop.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class CorrectionList(Spec):
 
     @property
     def shadows(self) -> Shadow:
-        """The lists that are measured beside the run's own; equal names are counted, tis, tis-2."""
+        """The lists that are measured besides the run's own; equal names are counted, tis,
+        tis-2."""
         lists: dict[str, Mapping[str, CorrectionSpec]] = {}
         for one in self.shadow:
             name = "+".join(one.chosen()) or NONE
@@ -319,13 +320,13 @@ class RunConfig(Spec):
 
     @property
     def correction_lists(self) -> dict[str, CorrectionList]:
-        """Every list of corrections by its key: the run's, and those of kinds of actors."""
+        """Every list of corrections by its key: the run's, and the lists of kinds of actors."""
         own = {f"actor.{label}.correction": a.correction for label, a in self.actor.items()}
         return {"correction": self.correction} | {k: v for k, v in own.items() if v is not None}
 
     @property
     def shadow_lists(self) -> dict[str, CorrectionList]:
-        """The lists that are measured beside the run's, by key."""
+        """The lists that are measured in addition to the run's, by key."""
         return {f"correction.shadow.{i}": one for i, one in enumerate(self.correction.shadow)}
 
     @property
@@ -357,7 +358,7 @@ class RunConfig(Spec):
 
     @property
     def grading(self) -> GradingSpec:
-        """The grading of tasks that are only evaluated: that of the first training task."""
+        """The grading of tasks that are only evaluated: as the first training task's."""
         return next(iter(self.tasks.values()))
 
     def advantage_of(self, label: str) -> tuple[str, str]:
@@ -385,8 +386,8 @@ class RunConfig(Spec):
 
     @property
     def teacher_folder(self) -> str | None:
-        """The folder of the one model that a teacher is; None: it has none of its own, one a task,
-        or that of a draft actor whose model is not made yet."""
+        """The folder of the one model that a teacher is. None: it has no model, one a task, or the
+        model of a draft actor, which is not made yet."""
         label = self.teacher.actor
         return self.teacher.path if label is None else self.actor[label].draft_path
 

@@ -50,8 +50,7 @@ def specifications(node: Any, key: str = "") -> Iterator[tuple[str, Spec]]:
 
 
 def one_line(error: BaseException) -> str:
-    """A library's message on one line, without OmegaConf's context dump and without a full
-    stop."""
+    """A library's message on one line, without OmegaConf's context dump and without a full stop."""
     return " ".join(str(error).partition("\n    full_key:")[0].split()).rstrip(".")
 
 

@@ -37,7 +37,7 @@ def _labels(c: RunConfig) -> None:
     starts = [f"eval/{t}{p}/" for t in (*c.tasks, *c.evaluation.tasks) for p in places]
     refuse(
         best is not None and not best.startswith(tuple(starts)),
-        f"checkpoint.keep_best={best} is no held-out result of this run: it must begin with "
+        f"checkpoint.keep_best={best} is not a held-out result of this run: it must begin with "
         f"{' or '.join(starts)}.",
     )
 
@@ -125,7 +125,7 @@ def mixed(c: RunConfig) -> dict[str, MixedTaskSpec]:
 
 
 def _settings(c: RunConfig, name: str) -> Iterator[tuple[str, str, int]]:
-    """(label, key, value) of a setting of `rollout` that tasks may have of their own."""
+    """(label, key, value) of a setting of `rollout` that tasks may have themselves."""
     for label, spec in c.tasks.items():
         own = getattr(spec, name, None) is not None
         yield (
@@ -165,7 +165,7 @@ def _section(c: RunConfig, label: str) -> None:
     refuse(
         bool(given),
         f"{key}.{''.join(given[:1])} is of an environment that has no name: add "
-        f"{key}.name=NAME (the section environment is not read beside it).",
+        f"{key}.name=NAME (the section environment is not read with it).",
     )
 
 
@@ -317,13 +317,13 @@ def _lean(key: str, task: EvalTaskSpec) -> None:
     found = [label for label, reward in task.rewards.items() if reward.lean is not None]
     refuse(
         task.name == "lean" and (not found or task.grade_weight is not None),
-        f"{key}.name=lean has no grader of its own: proofs are judged by a Lean server, "
+        f"{key}.name=lean has no own grader: proofs are judged by a Lean server, "
         f"{key}.rewards.proof.lean.url=http://HOST:PORT, with {key}.grade_weight=null, as "
         "configs/task/lean.yaml has them.",
     )
     refuse(
         bool(found) and task.name != "lean" and ":" not in task.name,
         f"{key}.rewards.{''.join(found[:1])}.lean checks proofs of Lean statements, and "
-        f"{key}.name={task.name} has none: use it with task=lean, or with a task of your own whose "
+        f"{key}.name={task.name} has none: use it with task=lean, or with your own task whose "
         "reference answers are Lean sources up to the proof.",
     )

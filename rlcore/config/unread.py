@@ -1,7 +1,7 @@
 """Settings that nothing reads under a run's other settings.
 
-Those that settings of the same specification make dead it declares itself (`Spec.unread`); those of
-another section are here. A run is warned of each that it sets, since it has no effect.
+A specification declares itself which settings its own settings make dead (`Spec.unread`); rules
+across sections are here. A run is warned of each that it sets, since it has no effect.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ FLAG = ("true", "false")
 class Key:
     """A key that a verb reads itself. Example: Key("n", "prompts to show", "number", default="3")
 
-    LABEL in the name stands for any label. `needs`: a flag that has to be true beside the key.
+    LABEL in the name stands for any label. `needs`: a flag that has to be true with the key.
     `choices`: the values, or the name of their registry in `rlcore.rooms`.
     """
 
@@ -79,7 +79,7 @@ class Verb:
         return next((key for key in self.keys if key.matches(name)), None)
 
 
-CONFIG_DIR = Key("config_dir", "a folder of your own groups and experiments", "folder")
+CONFIG_DIR = Key("config_dir", "folder with your own groups and experiments", "folder")
 CHECKPOINT = Key("checkpoint", "the checkpoint; without it the run's newest valid one", "folder")
 DRY_RUN = Key("dry_run", "check everything, print what would be started, start nothing", "flag")
 JSON = Key("json", "print JSON", "flag")
@@ -417,7 +417,7 @@ class Given:
         return {name: value for name, value in self.own.items() if name in names}
 
     def setting(self, key: str) -> str | None:
-        """The value of a word of the run's configuration, as written."""
+        """The value of an argument of the run's configuration, as written."""
         values = [w.partition("=")[2] for w in self.settings if w.partition("=")[0] == key]
         return values[-1] if values else None
 
@@ -460,7 +460,7 @@ def parse(words: Sequence[str], settings: Iterable[str] = ()) -> Given:
 
 
 def _require_setting(verb: Verb, word: str, known: Sequence[str]) -> None:
-    """Refuse a word that is no setting of a run, as far as its beginning shows."""
+    """Refuse a word that is not a setting of a run, as far as its beginning shows."""
     name, equals, _ = word.partition("=")
     if word.startswith("-"):
         plain = re.sub(r"^-+", "", word)
@@ -504,8 +504,8 @@ def _keys_of(verb: Verb) -> str:
 
 
 def nearest(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """The nearest choices as "perhaps A or B is meant; ", or nothing. Of a mapping, the values are
-    shown in place of its keys."""
+    """The nearest choices as "perhaps A or B is meant; ", or nothing. A mapping's values are shown
+    in place of its keys."""
     shown = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
     # 0.6: one wrong or swapped letter in a short word still counts, another word does not
     near = difflib.get_close_matches(word, list(shown), n=3, cutoff=0.6)

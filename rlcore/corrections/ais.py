@@ -38,7 +38,7 @@ class AisSpec(CorrectionSpec):
     """Adaptive importance sampling (papers/ais.txt).
 
     Biased by the truncation at `cap` and by partial correction: it corrects the share alpha, and
-    its gradient lies between that of no correction and that of tis."""
+    its gradient lies between the uncorrected one and tis's."""
 
     method: ClassVar[str] = "rlcore.corrections.ais:Ais"
     statistics: ClassVar[Statistics] = {
@@ -176,7 +176,7 @@ def ais_weight(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`ais` of some of a batch's tokens, given the summed `ais_accumulate` of all of them.
 
-    The signals are 0-d tensors: nothing waits for the device. `cap` is that of the statistics.
+    The signals are 0-d tensors: nothing waits for the device. `cap` is the statistics' cap.
     """
     _check(cap, delta, gamma, beta, eps)
     require(statistics.shape == (8,), f"statistics has shape {list(statistics.shape)}, not [8].")
@@ -258,7 +258,7 @@ class Ais(Correction):
     18), or by age from the batch's size and the N* of some 14 steps (`BreakEven`).
 
     The paper's mini-batch is here the step's global batch: the tokens still in the loss when AIS's
-    turn comes, less those outside the safe set (DVP), which have weight 0 from there.
+    turn comes. Tokens outside the safe set (DVP) are not among them: they have weight 0 from there.
     """
 
     needs = Needs(batch_stats=True)

@@ -1,11 +1,11 @@
-"""N*, the answers of a batch above which correcting lowers the mean squared error of its gradient,
-and the share of the correction that a batch supports (METHODS.md, "N* between groups").
+"""N*, the answers of a batch above which correcting lowers the mean squared error of its gradient.
+Also the share of the correction that a batch supports (METHODS.md, "N* between groups").
 
-The gradient is that of the output layer, the sum over tokens of A h (e_x - p_ref) with h the hidden
+The gradient is the output layer's, the sum over tokens of A h (e_x - p_ref) with h the hidden
 state. The head pass leaves 32 numbers of each token, `last_layer_sketch`; products of two gradients
-are taken from these. With d the difference of the uncorrected and the corrected gradient of a group
-of answers, the mean product of the d of two different groups is the squared bias: an error that
-repeats within a group, because its answers share contexts, and averages out over contexts adds
+are taken from these. Let d be the difference of the uncorrected and the corrected gradient of a
+group of answers. The mean product of the d of two different groups is the squared bias. An error
+that repeats within a group, because its answers share contexts, and averages out over contexts adds
 nothing to it. All pairs of groups of some 14 steps count, so that a bias that lasts is told from
 the noise of thousands of answers.
 """
@@ -66,9 +66,9 @@ def _places(count: int, device: torch.device, *, states: bool = False) -> Tensor
 def last_layer_sketch(hidden: Tensor, weights: Tensor, total: Tensor, targets: Tensor) -> Tensor:
     """[n, 32] float32 of n tokens: 16 numbers of the hidden state h and 16 of e_x - p.
 
-    Products keep their expectation over hashes: the product of two tokens' h times that of their
-    e_x - p is about that of their gradients of the output layer. hidden [n, D]; p [n, V] is
-    `weights / total`, weights float32; targets [n].
+    Products keep their expectation over hashes: the product of two tokens' h, times the product of
+    their e_x - p, is about the product of their output-layer gradients. hidden [n, D]; p [n,
+    V] is `weights / total`, weights float32; targets [n].
     """
     states = hidden.float() @ _places(hidden.shape[1], hidden.device, states=True)
     places = _places(weights.shape[1], weights.device)
@@ -137,7 +137,7 @@ def _moments(step: StepTensors, on: Tensor, cap: float, reduce: SumReduce | None
 
 
 def _row_of(summed: Tensor) -> Tensor:
-    """The rows of a step from its sums over groups: those of d and the corrected gradient c
+    """The rows of a step from its sums over groups. The sums are of d and the corrected gradient c
     [2 * 256], of |d|^2, |c|^2 and |c + d|^2, of squared tokens, of tokens and of answers."""
     d, c = summed[:, : 2 * _CELLS].split(_CELLS, 1)
     squares, corrected, plain, paired, tokens, answers = summed[:, 2 * _CELLS :].unbind(1)
@@ -166,7 +166,7 @@ class BreakEven:
         self._seen: list[tuple[float, float]] = []  # of batches, by their log-probs and tokens
 
     def follow(self, step: StepTensors, on: Tensor, reduce: SumReduce | None = None) -> bool:
-        """Add a step, whose tokens `on` [B, T] count; False for one that says nothing: without a
+        """Add a step, whose tokens `on` [B, T] count. False for one that says nothing: without a
         sketch, with fewer than two groups that vary, or a later epoch of its phase. Collective."""
         if step.sketch is None or self._again(step, reduce):
             return False
@@ -184,7 +184,7 @@ class BreakEven:
 
     def _again(self, step: StepTensors, reduce: SumReduce | None) -> bool:
         """Return whether this batch was seen before: the products of its groups with themselves
-        would count as those of different ones."""
+        would count as products of different ones."""
         sent = (step.mask != 0) & torch.isfinite(step.logp_inf)
         logp, tokens = total([step.logp_inf.where(sent, 0.0), sent], reduce)
         known = any(
@@ -195,8 +195,9 @@ class BreakEven:
         return known
 
     def _rates(self) -> tuple[Tensor, Tensor]:
-        """Squared bias of a token and variance that correcting one adds, each [6] float64: of all
-        tokens, and of each class, the fewer tokens it had the closer to that of all."""
+        """Squared bias of a token and variance that correcting one adds, each [6] float64, of all
+        tokens and of each class. The fewer tokens a class had, the closer it is to the value of
+        all."""
         assert self._sums is not None
         rows = self._sums
         tokens = rows[:, _TOKENS]

@@ -2,12 +2,12 @@
 actors differ from it.
 
 With q the actor's and p the learner's probabilities, the gradient of a token drawn from q and
-weighed by w(p/q) is A w grad log p. Its mean at a state is not 0 for a constant A, so that a state
-whose advantages do not average to 0 moves p against q: drift, E[A | state](q - p). The term takes
-sum_v q_v w_v A grad log p_v away, over the actor's stored tokens and one bin for all others. The
-expected gradient in the logits is then q (A - E_q A) without weights, the actor's own policy
-gradient; with weights that are whole ratios nothing is left to take away. It leaves the bias of
-credit, which weights correct.
+weighed by w(p/q) is A w grad log p. Its mean at a state is not 0 for a constant A. So a state whose
+advantages do not average to 0 moves p against q: drift, E[A | state](q - p). The term takes sum_v
+q_v w_v A grad log p_v away, over the actor's stored tokens and one bin for all others. The expected
+gradient in the logits is then q (A - E_q A) without weights, the actor's own policy gradient. With
+weights that are whole ratios nothing is left to take away. It leaves the bias of credit, which
+weights correct.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TINY = 1e-30  # keeps logarithms finite
 class CentreSpec(CorrectionSpec):
     """Score centering (arXiv 2609.20807): a term in the loss that weighs nothing.
 
-    With the whole vocabulary stored it has no bias of its own; with k tokens its expected gradient
+    With the whole vocabulary stored it adds no bias. With k tokens its expected gradient
     in the logits is off by at most 2 |A| q_T in L1, q_T the actor's mass outside them."""
 
     method: ClassVar[str] = "rlcore.corrections.centre:Centre"
@@ -71,9 +71,9 @@ class CentreSpec(CorrectionSpec):
             refuse(
                 not spec.token_alone,
                 f"{key}=[{','.join(chosen)}] takes the mean of each token's weight over the "
-                f"vocabulary, and {label} as it is set weighs or masks by more than the token "
-                "(a sequence, a draw, a safe set, a tail that is left out): use tis, mis, icepop "
-                "or ais by token, or jackpot with mode=expected, or leave centre out.",
+                f"vocabulary, and {label} as it is set weighs or masks by more than the token (a "
+                "sequence, a draw, a safe set, a tail that is left out). Use tis, mis, icepop or "
+                "ais by token, or jackpot with mode=expected, or leave centre out.",
             )
         refuse(
             not loss_class(objective.loss).token_wise,
@@ -129,7 +129,7 @@ def weighted_mass(
     q_T w(p_T/q_T) = alpha p_T.
 
     q: the actor's, `with_tail`. Log-probs [..., k] of the policies that weights are computed from:
-    log p_ref is that of the policy they lead to. `weigh_at`: None where w is 1.
+    log p_ref belongs to the policy they lead to. `weigh_at`: None where w is 1.
     """
     if weigh_at is None:
         return q
@@ -143,11 +143,11 @@ def _tails(logp_new: Tensor, logp_ref: Tensor, valid: Tensor) -> tuple[Tensor, T
 
 
 def centre_coefficients(mass: Tensor, p: Tensor, slope: Tensor | float = 1.0) -> Tensor:
-    """c_v = m_v - alpha p_v [..., k] float64, alpha = m_T/p_T, at most 100: the loss gains
-    A sum_v c_v log p_v, the gradient of A sum m log p over the whole vocabulary.
+    """c_v = m_v - alpha p_v [..., k] float64, alpha = m_T/p_T, at most 100. The loss gains A sum_v
+    c_v log p_v, the gradient of A sum m log p over the whole vocabulary.
 
     mass, p [..., k + 1]: of `weighted_mass`, and the learner's, `with_tail`. `slope`: of the loss
-    at each of these tokens, where it is not that of log p.
+    at each of these tokens, where it is not the slope of log p.
     """
     alpha = (mass[..., -1:] / p[..., -1:]).clamp(max=LARGEST)
     m, tail = mass[..., :-1], alpha
@@ -163,14 +163,14 @@ def centre(
     *,
     weigh: WeighAt | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(c [..., k], S = sum c [...]) of each position: what leaves the gradient in the logits
-    of a token of advantage A is A (c - S p), c at the stored tokens (arXiv 2609.20807).
+    """(c [..., k], S = sum c [...]) of each position (arXiv 2609.20807). A (c - S p), with c at the
+    stored tokens, leaves the gradient in the logits of a token of advantage A.
 
     Args: the actor's stored ids [..., k] (-1 pads; of a repeated one the first counts) and their
-    log-probs; the learner's log-probs at them over its full vocabulary; `weigh(log p, log p, log
-    q)`: the token's weight, None for 1. Nothing carries a gradient. The mean over q of A times the
-    centred score is q (A - E_q A) without weights if all of q is stored, else off by at most 2 |A|
-    q_T in L1. Under truncated sampling both log-probs are conditioned on the stored set.
+    log-probs. Then the learner's log-probs at them over its full vocabulary; `weigh(log p, log p,
+    log q)`: the token's weight, None for 1. Nothing carries a gradient. The mean over q of A times
+    the centred score is q (A - E_q A) without weights if all of q is stored. Else it is off by at
+    most 2 |A| q_T in L1. Under truncated sampling both log-probs are conditioned on the stored set.
     """
     same_shape(topk_ids=topk_ids, topk_logp_inf=topk_logp_inf, logp_at=logp_at)
     valid = first_occurrence(topk_ids.long())
@@ -185,7 +185,7 @@ def centre(
 
 @dataclass(frozen=True, slots=True)
 class Centred:
-    """The inputs of the term for some whole episodes, beside those of the loss.
+    """The inputs of the term for some whole episodes, in addition to the loss's inputs.
 
     Example: Centred(mass, valid, logp_at, None)
     """
@@ -200,8 +200,8 @@ class Centred:
 def centring(loss: PolicyLoss, term: Centred, advantages: Tensor, mask: Tensor) -> Tensor:
     """[b, T]: the term that a per-token loss gains, A sum_H c_v log p_v, of value 0.
 
-    Where the loss's own part of a token is not A w log p (PPO's clip and ratio, CISPO's weight,
-    SAPO's gate), it is the loss's slope at each token that is averaged. advantages, mask [b, T].
+    The loss's own part of a token may not be A w log p (PPO's clip and ratio, CISPO's weight,
+    SAPO's gate). Then the loss's slope at each token is averaged. advantages, mask [b, T].
     """
     on = (mask != 0)[..., None] & term.valid
     p = with_tail(term.logp_at, term.valid)
@@ -229,8 +229,8 @@ def _slope(loss: PolicyLoss, log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 class Centre(Correction):
-    """The term `A sum_H c_v log p_v` beside the weights of the list (score centering, arXiv
-    2609.20807), with the mask and the denominator of the loss that it stands beside.
+    """The term `A sum_H c_v log p_v` next to the weights of the list (score centering, arXiv
+    2609.20807), with the mask and the denominator of the loss that it joins.
 
     Weights and mask stay as they are. `tail_mass` is the actor's mass outside its stored tokens."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ClipCovSpec(CorrectionSpec):
     """Clip-Cov (arXiv 2505.22617).
 
-    Biased by the mask of tokens drawn among those of large covariance."""
+    Biased by the mask of tokens drawn among tokens of large covariance."""
 
     method: ClassVar[str] = "rlcore.corrections.covariance:ClipCov"
     statistics: ClassVar[Statistics] = {
@@ -101,8 +101,8 @@ def largest_share(values: Tensor, on: Tensor, part: float, reduce: SumReduce | N
 
 
 class ClipCov(Correction):
-    """Weight 0 for a share of the batch's tokens, drawn among those of a covariance between `low`
-    and `high` (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
+    """Weight 0 for a share of the batch's tokens, drawn among tokens with a covariance between
+    `low` and `high` (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
 
     Every candidate is drawn independently with the same probability, so that the share holds in
     expectation; the paper draws exactly as many. A masked token stays in the denominators. p_new is
@@ -137,7 +137,7 @@ class KlCov(Correction):
     """A penalty `coef/2 (log p_new/p_ref)^2` on the share of tokens with the largest covariance
     (KL-Cov, Cui et al. 2025, arXiv 2505.22617).
 
-    The paper's KL, by the estimate whose gradient is that of the reverse KL (k2); verl's code takes
+    The paper's KL, by the estimate whose gradient is the reverse KL's (k2); verl's code takes
     the size of the log ratio. At the first step of a phase p_new is p_ref, and the penalty is 0.
     """
 

@@ -36,9 +36,9 @@ class DppoSpec(CorrectionSpec):
     """DPPO's truncated weights and trust region (arXiv 2602.04879), and DRPO's smooth one (arXiv
     2606.09821).
 
-    Biased by the truncation at `cap`, and by the mask outside the trust region or, with
-    region=smooth, by the slope of weights within and beyond it; by the penalty, where there is
-    one."""
+    Biased by the truncation at `cap`, and by the penalty, where there is one. Also biased by the
+    mask outside the trust region or, with region=smooth, by the slope of weights within and beyond
+    it."""
 
     method: ClassVar[str] = "rlcore.corrections.dppo:Dppo"
     statistics: ClassVar[Statistics] = {
@@ -113,8 +113,8 @@ def topk_divergence(
     """Divergence [B, T] float64 over the actor's stored top k and one bin for all other tokens.
 
     tv: half the L1 distance; kl: `KL(p_inf || p_new)`. Arguments [B, T, k], id -1 pads, as in
-    `obrs_normalizer`. At least that of any coarser partition and never above that of the whole
-    vocabulary. Where the sampled token is not stored it is among the others, as in the authors'
+    `obrs_normalizer`. At least as large as for any coarser partition, and never above the whole
+    vocabulary's. Where the sampled token is not stored it is among the others, as in the authors'
     code.
     """
     choice("divergence", kind, ("tv", "kl"))
@@ -175,11 +175,11 @@ def dppo(
     """Weight `min(p_new/p_inf, cap) * M` [B, T] of `A grad log p_new` (DPPO, Qi et al. 2026, arXiv
     2602.04879).
 
-    M is 0 where a token is out of the region and the update would lead it further: `A > 0, p_new >
-    p_inf, D > high`, or `A < 0, p_new < p_inf, D > low`, D of `binary_divergence` or as given, [B,
-    T] (`topk_divergence`); else 1. A token of weight 0 stays in the loss's denominator. Biased by
-    the mask (such a token contributes nothing) and by the cap (ratio r above it counts cap/r).
-    Log-probs and advantages [B, T], mask [B, T].
+    M is 0 where a token is out of the region and the update would lead it further; else 1. That is
+    `A > 0, p_new > p_inf, D > high`, or `A < 0, p_new < p_inf, D > low`, with D of
+    `binary_divergence` or as given, [B, T] (`topk_divergence`). A token of weight 0 stays in the
+    loss's denominator. Biased by the mask (such a token contributes nothing) and by the cap (ratio
+    r above it counts cap/r). Log-probs and advantages [B, T], mask [B, T].
     """
     at_least_one("cap", cap)
     out = dppo_mask(logp_new, logp_inf, advantages, mask, divergence=divergence, low=low, high=high)
@@ -200,10 +200,10 @@ def drpo(
     """Weight `min(p_new/p_inf, cap) (1 - sign(A) (p_new - p_inf)/delta)` [B, T] of `A grad log
     p_new` (DRPO, Yao et al. 2026, arXiv 2606.09821, eq. 8 and table 1).
 
-    It is the gradient of `r A - |A|/(2 delta) p_inf (r - 1)^2`: DPPO's region of total variation,
-    whose weights fall as the update leads further out, and beyond delta lead back (below 0). delta
-    is 12.5 in the paper, where no weight turns. The paper has no cap. Biased by the slope and the
-    cap. Log-probs and advantages [B, T], mask [B, T].
+    It is the gradient of `r A - |A|/(2 delta) p_inf (r - 1)^2`: DPPO's region of total variation.
+    Its weights fall as the update leads further out, and beyond delta lead back (below 0). delta is
+    12.5 in the paper, where no weight turns. The paper has no cap. Biased by the slope and the cap.
+    Log-probs and advantages [B, T], mask [B, T].
     """
     at_least_one("cap", cap)
     positive("delta", delta)
@@ -250,7 +250,7 @@ class Dppo(Correction):
     the trust region (DPPO, Qi et al. 2026, arXiv 2602.04879); region=smooth: `drpo`.
 
     The region is around p_inf, the policy that sampled, not around p_ref, and the weights lead all
-    the way to p_new: the method needs a loss that carries no ratio and has no clip
+    the way to p_new. The method needs a loss that carries no ratio and has no clip
     (algorithm=dppo). Biased by the region and the cap, and by nothing else; both stay in the loss's
     denominator. `penalty` adds `penalty (log p_new/p_inf)^2` of every token to the loss, of weight
     0 or not: prime-rl's default is 1e-3, with low=high=0.2 and no cap.

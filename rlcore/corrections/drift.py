@@ -3,8 +3,8 @@
 A state whose answers do better or worse than their group moves the logits by E[A | state](q - p), q
 the actors' and p the learner's probabilities (`corrections.centre`). Products of different groups
 of answers keep its squared length without the noise of a plain square, which grows with the
-answers' own. The gradient is that of the states' logits, where states count as alike by the signs
-of random projections, and tokens by the sketch of `corrections.break_even`.
+answers' own. The gradient is taken in the states' logits. States count as equal by the signs of
+random projections, and tokens by the sketch of `corrections.break_even`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def policy_distance(
     topk_ids: Tensor, topk_logp_inf: Tensor, logp_at: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Total variation of actor and learner [...] float64, at least and at most, from the actor's
-    stored tokens [..., k] (-1 pads) and one bin for all others, and the learner's log-probs there.
+    stored tokens [..., k] (-1 pads), one bin for all others, and the learner's log-probs.
 
     What is known of the others is their mass, so that the true value lies between the two.
     """
@@ -48,10 +48,10 @@ def unbiased_square(summed: Tensor, squares: Tensor, count: Tensor) -> Tensor:
 
 
 def drift_accumulate(step: StepTensors, on: Tensor) -> Tensor:
-    """Statistics [2 * 257 + 1] float64 of a rank's groups, to be summed over ranks: the sums over
-    groups of the sketched drift X and of the centred gradient Y, of their squared lengths, and n.
+    """Statistics [2 * 257 + 1] float64 of a rank's groups, to be summed over ranks: over groups,
+    the sketched drift X, the centred gradient Y and their squared lengths, and n.
 
-    on [B, T] bool: the tokens that count; those of groups without an advantage do not.
+    on [B, T] bool: the tokens that count; tokens of groups without an advantage do not.
     """
     assert step.sketch is not None and step.topk_ids_inf is not None
     assert step.topk_logp_inf is not None and step.ref_logp_at_inf_ids is not None

@@ -23,7 +23,7 @@ class DvpSpec(CorrectionSpec):
     """Dynamic vocabulary pruning (papers/dvp.txt).
 
     Its reference is the policy constrained to its safe set. Where weights lead to p_ref, it is
-    biased where the safe set of p_ref lacks a token of p_new's set: that token has weight 0, from a
+    biased where the safe set of p_ref lacks a token of p_new's set. That token has weight 0, from a
     phase's second step on. With zero=trajectory and weights per token, it is also biased by the
     sequences that are dropped for one token outside."""
 
@@ -89,12 +89,12 @@ class Dvp(Correction):
     """The actor samples with min-p = rho, the learner's log-probs are over its own safe set (DVP
     section 5).
 
-    A sampled token outside the safe set of the policy that weights lead to (p_ref; p_new under a
-    loss without p_new/p_ref, whose gradient theorem 5.3 takes at p_new) has ratio 0: weight 0,
-    still in the denominator, and its whole sequence is dropped by sequence-level weights. A veto
-    looks at p_ref's set. With `zero=trajectory` every token of its sequence weighs 0, as in
-    equation 22, whose ratio is of the whole trajectory.
-    The ratio of the two constrained policies is left to another correction (none, TIS, MIS, ...).
+    A sampled token outside the safe set has ratio 0: weight 0, still in the denominator.
+    Sequence-level weights drop its whole sequence. The set belongs to the policy that weights lead
+    to: p_ref, or p_new under a loss without p_new/p_ref, whose gradient theorem 5.3 takes at p_new.
+    A veto looks at p_ref's set. With `zero=trajectory` every token of its sequence weighs 0, as in
+    equation 22, whose ratio is of the whole trajectory. The ratio of the two constrained policies
+    is left to another correction (none, TIS, MIS, ...).
 
     Both values of `zero` estimate the gradient of the constrained policies, a bias that the method
     accepts. They have no other bias: `token` with weights per token (prefix and rest from the

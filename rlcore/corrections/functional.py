@@ -4,9 +4,9 @@ users, usable without the rest of rlcore.
 Shapes are [B, T] (sequences, sampled tokens) in float32, masks bool or 0/1, results detached
 (`safe_set_logprobs`, `sampled_kl` and `kl_penalty` alone carry a gradient). `logp_inf` is the
 actor's processed log-prob of the sampled token, `logp_ref` the learner's as the batch entered its
-update phase, `logp_new` the learner's now; `logp_target` is either of these two, the policy that is
-corrected towards. Half precisions are widened, float64 stays, log differences are clamped at +-20
-before `exp`, a masked token enters no statistic whatever it holds, and an unmasked token whose
+update phase, `logp_new` the learner's now. `logp_target` is either of these two, the policy that is
+corrected towards. Half precisions are widened, float64 stays, and log differences are clamped at
++-20 before `exp`. A masked token enters no statistic whatever it holds. An unmasked token whose
 log-prob is NaN leaves the loss (weight 0). Numbers and shapes are checked: InvalidArgument, which
 is a ValueError, names the argument.
 
@@ -17,7 +17,7 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
     weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
 
 likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
-`mismatch_values`, `drift_accumulate` with `drift_values` (the input of `StepBound`), and
+`mismatch_values` and `drift_accumulate` with `drift_values` (the input of `StepBound`). So does
 `sequence_ess_accumulate` with `sequence_ess`, which also takes the maximum of
 `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what returns
 Python numbers: `ais`, `batch_worth_correcting`, `drift_values`, `fixed_share`, `obrs_calibrate`,
@@ -69,7 +69,7 @@ from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, s
 
 
 def merge(statistics: Iterable[Tensor]) -> Tensor:
-    """The statistics of a whole batch from those of its parts: their sum."""
+    """The statistics of a whole batch from its parts': their sum."""
     return torch.stack(list(statistics)).sum(0)
 
 

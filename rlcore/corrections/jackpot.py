@@ -1,19 +1,19 @@
 """Jackpot: optimal budgeted rejection of tokens, and weights for those that stay.
 
 Denominators and rejected tokens. At a state s a token x ~ p_inf stays with probability a(x) and
-then follows `q = min(p_inf, p_t/lam) / Z(s)`; the weight `Z(s) max(lam, p_t/p_inf)` is p_t/q, so
+then follows `q = min(p_inf, p_t/lam) / Z(s)`. The weight `Z(s) max(lam, p_t/p_inf)` is p_t/q, so
 the mean over ACCEPTED tokens has expectation `E_{x~p_t}[f]` in every state. Dividing the sum over
 accepted tokens by all N proposed ones would give `Z(s) E_{p_t}[f]`, an unintended scaling by the
-acceptance rate. So under the paper's normaliser a rejected token leaves the mask, and a
-token-mean divides by the tokens kept (over several states this weighs state s by its Z(s), the
-share of its tokens that stayed).
+acceptance rate. So under the paper's normaliser a rejected token leaves the mask, and a token-mean
+divides by the tokens kept. Over several states this weighs state s by its Z(s), the share of its
+tokens that stayed.
 
 Without Z, the sum over accepted tokens of `max(lam, p_t/p_inf) f` divided by all N proposed ones
-has expectation `E_{x~p_t}[f]` in every state, all states counting alike. Without Z a rejected token
-stays in the mask with weight 0, as the zeros of MIS, IcePop and DVP do. `normaliser=auto` takes
-this wherever the mean is not over all tokens at once: Z would shrink a sum over a constant by the
-acceptance rate, and bias a mean of sequence means (by 25% on the bandit of the tests, at 75%
-acceptance). Under token-mean Z has 6% to 19% less variance and, weighing states by their
+has expectation `E_{x~p_t}[f]` in every state, and all states count the same. Without Z a rejected
+token stays in the mask with weight 0, as the zeros of MIS, IcePop and DVP do. `normaliser=auto`
+takes this wherever the mean is not over all tokens at once. Z would shrink a sum over a constant by
+the acceptance rate. It would bias a mean of sequence means (by 25% on the bandit of the tests, at
+75% acceptance). Under token-mean Z has 6% to 19% less variance and, weighing states by their
 acceptance, 2% bias at 70% acceptance (benchmarks/jackpot_variance.py).
 """
 
@@ -276,11 +276,11 @@ def obrs_calibrate(
     """`Z_t = clamp(kappa Z_approx, tiny, min(1, 1/lam))` with `kappa = alpha_hat / mean(Z_approx)`
     (Jackpot 4.4.2).
 
-    Args: z_approx [B, T]; accepted [B, T], either the draws (bool: the paper's Bernoulli estimate
-    of alpha_hat) or their probabilities a(x) (the same mean without the draws' noise); mask [B, T].
-    Means are over the global batch's tokens. Returns (z [B, T] float32, kappa, alpha_hat). If no
-    z_approx is above 0 (no top k stored), every Z_t is alpha_hat; without any token kappa and
-    alpha_hat are 1. Kappa and alpha_hat are numbers, so this waits for the device;
+    Args: z_approx [B, T]; mask [B, T]; accepted [B, T], the draws (bool: the paper's Bernoulli
+    estimate of alpha_hat) or their probabilities a(x). The latter give the same mean without the
+    draws' noise. Means are over the global batch's tokens. Returns (z [B, T] float32, kappa,
+    alpha_hat). If no z_approx is above 0 (no top k stored), every Z_t is alpha_hat; without any
+    token kappa and alpha_hat are 1. Kappa and alpha_hat are numbers, so this waits for the device;
     `calibration_sums` and `calibrated` do not.
     """
     positive("lam", lam)
@@ -488,14 +488,14 @@ class Jackpot(Correction):
     """OBRS mask and weights towards p_ref (eq. 8) or p_new (eq. 11).
 
     Modes: `both`; `mask` rejects and does not weigh; `reweight` weighs by the same formula and
-    rejects nothing (an ablation: the weights are those of accepted tokens); `expected` rejects
-    nothing and weighs by the mean of `both` over its draws: at lambda 1 `min(Z rho, c1)`, over the
-    accepted share, for the same expectation without the draws' noise. `short_circuit`, with
-    target=new, switches PPO's clip off and with it the factor p_ref/p_new (B.1). Draws depend on
-    (run seed, step, sample, position) only.
+    rejects nothing (an ablation: accepted tokens' weights for all). `expected` rejects nothing and
+    weighs by the mean of `both` over its draws: at lambda 1 `min(Z rho, c1)`, over the accepted
+    share. Its expectation is the same, without the draws' noise. `short_circuit`, with target=new,
+    switches PPO's clip off and with it the factor p_ref/p_new (B.1). Draws depend on (run seed,
+    step, sample, position) only.
 
     Biased by the truncations at c1 and c2 and, under the paper's normaliser, by the error of Z and
-    by states counting by acceptance; mode `mask` by the difference between p_kept and p_t
+    by states counting by acceptance. Mode `mask` is biased by the difference between p_kept and p_t
     (`kl_kept`).
     """
 

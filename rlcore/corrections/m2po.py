@@ -49,8 +49,8 @@ class M2poSpec(CorrectionSpec):
     )
     over: Over = setting(
         "all",
-        "the tokens that are masked and that the mean is over; harmful (the paper's): those that "
-        "PPO's clip would stop, with A > 0 and p_ref > p_inf, or A < 0 and p_ref < p_inf",
+        "the tokens that are masked and that the mean is over; harmful (the paper's): tokens that "
+        "PPO's clip would stop",
     )
 
     @property
@@ -62,8 +62,8 @@ _M2PO = M2poSpec()
 
 
 def harmful(difference: Tensor, advantages: Tensor) -> Tensor:
-    """[B, T] bool: tokens that have moved from p_inf in the direction of their advantage, with A >
-    0 and a log ratio above 0 or A < 0 and one below 0. More of the same is what a trust region
+    """[B, T] bool: tokens that have moved from p_inf in the direction of their advantage. They have
+    A > 0 and a log ratio above 0, or A < 0 and one below 0. More of the same is what a trust region
     stops."""
     return at_least_float32(advantages) * difference.sign() > 0
 
@@ -81,11 +81,12 @@ def m2po(
     """M2PO's mask: weight [B, T], 0 or 1 (arXiv 2510.01161).
 
     With m = (log p_target/p_inf)^2, the tokens of the largest m weigh 0 until the mean of m over
-    the tokens that are left is at most the budget: of all tokens (as AReaL computes it), or of the
-    `harmful` ones, which needs `advantages` [B, T] and leaves all others alone (the paper's
-    Algorithm 1, whose trust-region tokens are these in the authors' code). Tokens of weight 0 stay
-    in the loss's denominator. The mean is over the batch, over ranks if `reduce` sums over them;
-    tokens of equal m stay or go together. Biased by the mask. Log-probs and mask [B, T].
+    the tokens that are left is at most the budget. The mean is over all tokens (as AReaL computes
+    it) or over the `harmful` ones, which needs `advantages` [B, T] and leaves all others alone. The
+    latter is the paper's Algorithm 1, whose trust-region tokens are these in the authors' code.
+    Tokens of weight 0 stay in the loss's denominator. The mean is over the batch, over ranks if
+    `reduce` sums over them; tokens of equal m stay or go together. Biased by the mask. Log-probs
+    and mask [B, T].
     """
     positive("budget", budget)
     choice("over", over, ("all", "harmful"))

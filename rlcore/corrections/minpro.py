@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class MinproSpec(CorrectionSpec):
     """Minimum prefix ratio (MinPRO, arXiv 2601.22718).
 
-    Biased by the truncation at `cap`, and by the prefix minimum, which is no ratio of the prefix
+    Biased by the truncation at `cap`, and by the prefix minimum, which is not a ratio of the prefix
     unless that is empty."""
 
     method: ClassVar[str] = "rlcore.corrections.minpro:Minpro"

@@ -64,7 +64,7 @@ _LENGTH = len(_MEANS) + len(_COUNTS)
 def mismatch_accumulate(
     logp_ref: Tensor, logp_inf: Tensor, mask: Tensor, inside: Tensor | None = None
 ) -> Tensor:
-    """Statistics [14] float64 of some of a batch's sequences, to be summed with those of others.
+    """Statistics [14] float64 of some of a batch's sequences, to be summed with others'.
 
     Log-probs and mask [B, T], the mask before any rejection; `inside` [B, T] bool: tokens in the
     learner's safe set (DVP), None for all. Does not wait for the device.
@@ -93,8 +93,8 @@ def mismatch_values(statistics: Tensor) -> dict[str, float]:
     """The mismatch metrics of METHODS.md from summed `mismatch_accumulate`. Waits for the device.
 
     With d = log p_ref - log p_inf and w = exp(d): kl_k1 = mean(-d), kl_k3 = mean(w - 1 - d), ess =
-    (sum w)^2 / (n sum w^2), cv the sample coefficient of variation of w, acceptance = mean(min(1,
-    w)), an unbiased estimate of Z at lambda 1.
+    (sum w)^2 / (n sum w^2). cv is the sample coefficient of variation of w, and acceptance =
+    mean(min(1, w)), an unbiased estimate of Z at lambda 1.
     """
     require(
         statistics.shape == (_LENGTH,),
@@ -163,8 +163,8 @@ def _maximum(values: Tensor, reduce: Reduce) -> float:
 
 def _unlikely(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:
     """Tokens that a safe set of DVP's default would leave out, where the learner's top k is known
-    and no safe set is on already; and, under either set, what of them the actors' probability floor
-    has drawn."""
+    and no safe set is on already. Also, under either set, what of them the actors' probability
+    floor has drawn."""
     if step.ref_inside is not None:
         outside = on & ~step.ref_inside
     elif step.ref_topk_logp is not None:

@@ -63,7 +63,7 @@ def divergences(
     """The divergence [B, T] float64 that each token is judged by, and where it is defined [B, T].
 
     The sum and the mean of k1 are taken over d with its sign, then in absolute value: `|sum_t d|`
-    and `|mean_t d|`, of which the exponential is the sequence's ratio or its geometric mean. Log
+    and `|mean_t d|`. The exponential of these is the sequence's ratio or its geometric mean. Log
     ratios are clamped at +-20.
     """
     choice("divergence", divergence, ("k1", "k2", "k3"))

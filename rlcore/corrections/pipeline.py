@@ -86,7 +86,7 @@ class Pipeline:
 
     Each correction's statistics cover the tokens that earlier ones left in the loss. Which
     combinations are allowed is checked with the configuration (`config/checks.py`). Where no stage
-    weighs, there is no correction: the policy gradient is biased by the whole mismatch."""
+    weighs, nothing is corrected: the policy gradient is biased by the whole mismatch."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Pipeline:
         return {"worth": worth, "drift": drift, "stages": stages}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, also that of other stages: those that it lacks begin anew."""
+        """Continue from `state`, also from other stages' state: stages that it lacks begin anew."""
         for kind, own in state.get("worth", {}).items():
             self._worth.setdefault(kind, BreakEven(NEARLY_WHOLE)).restore(own)
         for kind, own in state.get("drift", {}).items():
@@ -250,8 +250,8 @@ class Pipeline:
     def penalty_weight(
         self, corrected: Corrected, logp_new: Tensor, logp_ref: Tensor, logp_inf: Tensor, cap: float
     ) -> Tensor:
-        """Weight [B, T] that leads sampled tokens to p_new, for a term without a ratio of its own
-        (the KL in the loss); detached, 0 for a token of weight 0 or off the mask.
+        """Weight [B, T] that leads sampled tokens to p_new, for a term without a ratio (the KL in
+        the loss). Detached; 0 for a token of weight 0 or off the mask.
 
         It is `min(p_new/p_inf, cap)`. Tokens that a rejection kept do not follow p_inf: their
         weight is `weight * min(p_new/p_ref, cap)`. The arguments have the rows of `corrected`.

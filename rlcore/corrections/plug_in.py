@@ -104,7 +104,7 @@ class Corrector:
 
 def _spec(name: str, own: Mapping[str, Any]) -> CorrectionSpec:
     if name not in NAMES:
-        why = f"{name} {LESS}" if name in CORRECTIONS else "it is no correction of rlcore"
+        why = f"{name} {LESS}" if name in CORRECTIONS else "it is not a correction of rlcore"
         raise UserError.choice("correction", name, NAMES, why)
     try:
         spec: CorrectionSpec = load_object(CORRECTIONS[name])(**own)

@@ -40,7 +40,7 @@ class RapidSpec(CorrectionSpec):
     replaces_advantage: ClassVar[str] = "group_mean"
 
     eta: float = setting(2.0, "cap of the sequence weight", ge=1)
-    leave_one_out: bool = setting(False, "leave a sample out of its own baseline")
+    leave_one_out: bool = setting(False, "exclude a sample from its baseline")
 
     @property
     def corrects(self) -> Literal["token", "sequence"]:
@@ -150,8 +150,8 @@ def _group_sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 class Rapid(Correction):
-    """Gradient `SG(min(W, eta)) A grad log p_new`, `W = prod_t p_new/p_inf`, A weighted alike
-    (RAPID eq. 3 to 5).
+    """Gradient `SG(min(W, eta)) A grad log p_new`, `W = prod_t p_new/p_inf`, A weighted the same
+    way (RAPID eq. 3 to 5).
 
     Replaces the algorithm's advantage, and needs a loss that carries no ratio. RAPID's mean over
     samples of the sum over tokens is `seq-mean-token-sum-norm`, up to its constant divisor.

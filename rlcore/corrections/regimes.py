@@ -1,9 +1,9 @@
 """Figures of a mismatch that say whether correcting it pays, and its tails.
 
-N*, the answers a batch needs before correction lowers the mean squared error of its gradient, and
-T*m, the tokens of an answer that come from the actor's probability floor (METHODS.md). The share of
-the mismatch that repeats. Percentiles of the ratio p_ref/p_inf and of |log p_ref - log p_inf|, over
-all tokens and by eighths of answers.
+N*, the answers a batch needs before correction lowers the mean squared error of its gradient. T*m,
+the tokens of an answer that come from the actor's probability floor (METHODS.md). The share of the
+mismatch that repeats. Percentiles of the ratio p_ref/p_inf and of |log p_ref - log p_inf|, over all
+tokens and by eighths of answers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def batch_worth_correcting(plain: Tensor, corrected: Tensor, answers: int = 1) -
     """N*: the number of answers above which the corrected gradient has the smaller mean squared
     error.
 
-    plain, corrected [K, D]: the uncorrected and the corrected gradient of K parts of a batch, with
-    respect to any D parameters or projections of them, each the mean over `answers` answers; K = 2
-    are two halves. The corrected gradient counts as unbiased. With means over all parts
+    plain, corrected [K, D]: the uncorrected and the corrected gradient of K parts of a batch; K = 2
+    are two halves. Each is the mean over `answers` answers, with respect to any D parameters or
+    projections of them. The corrected gradient counts as unbiased. With means over all parts
 
         bias^2 = mean over pairs i != j of (plain_i - corrected_i) (plain_j - corrected_j)
         N* = (var(corrected) - var(plain)) / bias^2,   variances of one answer
@@ -68,17 +68,17 @@ def fixed_share(
 
     Rounded weights, another model and older weights are off by a function of the context; noise, or
     sums in another order, by an error that is drawn anew. Actors with such an error sample from its
-    mean q = E[p_inf], and the ratio w = p_ref/p_inf has the mean p_ref/q given context and token:
-    that part of it biases an uncorrected gradient, and all of it adds variance to a corrected one.
-    With u = min(w, 10) - 1 of the n >= 2 tokens that have equal `repeats`, and sums over such sets,
+    mean q = E[p_inf], and the ratio w = p_ref/p_inf has the mean p_ref/q given context and token.
+    That part of it biases an uncorrected gradient. All of it adds variance to a corrected one. With
+    u = min(w, 10) - 1 of the n >= 2 tokens that have equal `repeats`, and sums over such sets,
 
         fixed_share = sum ((sum u)^2 - sum u^2)/(n - 1) / sum (sum u^2),
 
-    products of different draws over squares, in expectation chi^2(p_ref || q) over the mean of
-    chi^2(p_ref || p_inf) where no w is above 10: 1 for a fixed error, near 0 for a fresh one. Also
-    "repeated_share", such tokens over all; fixed_share is not there without any that differ.
-    Log-probs, mask and repeats [B, T] (int64, equal for tokens of equal context and id; a run's
-    `StepTensors.repeats` is so within groups). Waits for the device.
+    products of different draws over squares. In expectation it is chi^2(p_ref || q) over the mean
+    of chi^2(p_ref || p_inf) where no w is above 10. It is 1 for a fixed error, near 0 for a fresh
+    one. Also "repeated_share", such tokens over all; fixed_share is not there without any that
+    differ. Log-probs, mask and repeats [B, T] (int64, equal for tokens of equal context and id; a
+    run's `StepTensors.repeats` is so within groups). Waits for the device.
     """
     same_shape(logp_ref=logp_ref, logp_inf=logp_inf, mask=mask, repeats=repeats)
     difference, usable = log_difference(logp_ref, logp_inf, mask)
@@ -119,12 +119,12 @@ def tail_slope(
     outside: Tensor,
     reduce: SumReduce | None = None,
 ) -> dict[str, float]:
-    """Figures that tell a floor of probabilities from another error: "tail_slope", the slope of
-    log p_inf on log p_ref over tokens outside the safe set, and "floor_level", the geometric mean
-    of their p_inf over the largest p_ref; {} below 40 of them.
+    """Figures that tell a floor of probabilities from another error; {} below 40 tokens outside the
+    safe set. "tail_slope" is the slope of log p_inf on log p_ref over these tokens. "floor_level"
+    is the geometric mean of their p_inf over the largest p_ref.
 
-    The slope is 1.00 for errors of any size, 0.91 for a temperature of 1.1, and 0.03 to 0.23 for a
-    floor, under which p_inf does not depend on p_ref (METHODS.md). Log-probs [B, T], logp_max that
+    The slope is 1.00 for errors of any size and 0.91 for a temperature of 1.1. It is 0.03 to 0.23
+    for a floor, under which p_inf does not depend on p_ref (METHODS.md). Log-probs [B, T], logp_max
     of the learner's likeliest token; outside [B, T] bool. Waits for the device.
     """
     on = outside & torch.isfinite(logp_ref) & torch.isfinite(logp_inf)
@@ -148,13 +148,14 @@ _BINS, _LEAST = 256, 1e-4  # of |d|, in equal steps of its logarithm from _LEAST
 def mismatch_tails(
     logp_ref: Tensor, logp_inf: Tensor, on: Tensor, reduce: SumReduce | None = None
 ) -> dict[str, float]:
-    """Percentiles over the tokens `on` of all ranks, without the group "mismatch/": of the ratio
-    r = p_ref/p_inf (`ratio_p5`), of |log r| (`abs_dlogp_p95`), both also by eighths of answers
-    (`eighth_1/...`), and of min(r, 1/r) (`agreement_p5`), with the share of tokens below 0.86.
+    """Percentiles over the tokens `on` of all ranks, without the group "mismatch/". They are of the
+    ratio r = p_ref/p_inf (`ratio_p5`) and of |log r| (`abs_dlogp_p95`), both also by eighths of
+    answers (`eighth_1/...`). Percentiles of min(r, 1/r) (`agreement_p5`) come with the share of
+    tokens below 0.86.
 
-    Log-probs [B, T], on [B, T] bool. From counts of |log r| in bins of 5%, which add up over ranks:
-    a percentile of |log r| is off by at most 2.5% of itself, below 1e-4 it is 0. Empty without a
-    token.
+    Log-probs [B, T], on [B, T] bool. They are read from counts of |log r| in bins of 5%, which add
+    up over ranks. So a percentile of |log r| is off by at most 2.5% of itself; below 1e-4 it is 0.
+    Empty without a token.
     """
     counts, below = _counted(logp_ref, logp_inf, on)
     if reduce is not None:
@@ -223,7 +224,7 @@ def eighths(on: Tensor) -> Tensor:
 
 
 def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens by eighth and bin [8, 2 * _BINS + 3] float64, and those of an agreement below 0.86."""
+    """Tokens by eighth and bin [8, 2 * _BINS + 3] float64, and of an agreement below 0.86."""
     size, difference = _sizes(logp_ref, logp_inf, on)
     place = _BINS + 1 + torch.where(difference < 0, -size, size)
     width = 2 * _BINS + 3
@@ -233,7 +234,7 @@ def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Te
 
 
 def _percentiles(counts: Tensor) -> dict[str, float]:
-    """Of the ratio and of |log r|, from tokens by bin."""
+    """Percentiles of the ratio and of |log r|, from tokens by bin."""
     sizes = _middles(counts)
     ends = {"ratio": torch.cat([-sizes.flip(0), sizes[1:]]), "abs_dlogp": sizes}
     centre = _BINS + 1

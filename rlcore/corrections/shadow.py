@@ -1,5 +1,5 @@
 """Other lists of corrections on the batches that a run trains on (`correction.shadow`): the weights
-and masks that they would give, beside the executed ones. They take no part in the gradient."""
+and masks that they would give, next to the executed ones. They take no part in the gradient."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def shadow_metrics(
     """shadow/<list>/... of a step with the advantages that it trains with, over all ranks; of each
     of the run's `kinds` of actors, too. Collective.
 
-    Effective samples are those of the weights over all tokens of the batch, a rejected one weighing
-    0. The cosine is that of the weighted advantages, list to run; it is left out where one is 0.
+    Effective samples are of the weights over all tokens of the batch; a rejected one weighs 0. The
+    cosine is between the weighted advantages of list and run; it is left out where one is 0.
     """
     found: dict[str, float] = {}
     own = _weights(executed)

@@ -110,7 +110,7 @@ class Stratum:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """Lists of corrections whose weights are measured beside the run's, and how often.
+    """Lists of corrections whose weights are measured in addition to the run's, and how often.
 
     Example: Shadow({"tis": {"tis": TisSpec()}}, every=10)
     """

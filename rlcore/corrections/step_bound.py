@@ -1,10 +1,10 @@
 """A bound on how far the optimizer steps in flight may move the policy together.
 
-A batch was sampled before the last steps were taken, and says what they did: its tokens' KL from
-the policy that sampled them to the policy now, above what fresh tokens of their kind of actors have
-(rounding, sparse attention), D nats an answer. To second order D = kappa l^2, l being the summed
-learning rates of these steps. The rule keeps the D that the next batches will have below a bound,
-by the length of steps, before it is seen.
+A batch was sampled before the last steps were taken, and says what they did. D, in nats an answer,
+is its tokens' KL from the policy that sampled them to the policy now. What fresh tokens of their
+kind of actors have (rounding, sparse attention) is taken off. To second order D = kappa l^2, l
+being the summed learning rates of these steps. The rule keeps the D that the next batches will have
+below a bound, by the length of steps, before it is seen.
 
 `StepBound` is plain Python; `drift_accumulate` makes its input of tensors.
 """
@@ -74,7 +74,7 @@ def drift_accumulate(
     count: int = 1,
 ) -> Tensor:
     """Statistics [2 * count * (AGES + 1)] float64 of some of a batch's sequences, to be summed with
-    those of others; `drift_values` reads them. Equal to the bit however a batch is divided.
+    others'; `drift_values` reads them. Equal to the bit however a batch is divided.
 
     Log-probs, mask and `age` [B, T] int: steps since the policy that sampled the token, up to the
     one of `logp_ref`. `inside` [B, T] bool: tokens in the learner's safe set, None for all. `kinds`
@@ -112,7 +112,7 @@ def drift_values(statistics: Tensor, count: int = 1) -> Drift:
 class StepBound:
     """The rule, and its state: lengths of past steps, kappa, and floors by kind.
 
-    Each step calls `scale`, then `took`. Every rank computes the same of the same sums.
+    Each step calls `scale`, then `took`. Every rank computes the same from the same sums.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class TisSpec(CorrectionSpec):
     def check(self, key: str) -> None:
         for other, used in (
             (f"{key}.adjusted=true, which has no clip", self.adjusted),
-            (f"{key}.level=sequence, whose ratio is no token's", self.level == "sequence"),
+            (f"{key}.level=sequence, whose ratio is not a token's", self.level == "sequence"),
         ):
             refuse(
                 self.widen_clip and used,
@@ -118,11 +118,11 @@ class Tis(Correction):
     """Weight `max(min(p_ref/p_inf, cap), floor)` per token or per sequence (Jackpot eq. 6).
 
     `normalised` divides the truncated weights by their mean over the batch (verl's
-    `rollout_is_batch_normalize`), of all tokens or of all sequences as the level says, so that a
-    step's size does not follow the mismatch. `adjusted` switches PPO's clip off, so that the
-    pipeline has weights lead to p_new: `min(SG(p_new)/p_inf, cap)` (Jackpot B.1, TIS-adjusted).
+    `rollout_is_batch_normalize`). The mean is of all tokens or of all sequences, as the level says,
+    so that a step's size does not follow the mismatch. `adjusted` switches PPO's clip off, so that
+    the pipeline has weights lead to p_new: `min(SG(p_new)/p_inf, cap)` (Jackpot B.1, TIS-adjusted).
     `widen_clip` has the upper bound of PPO's clip at (1 + eps_high)/r where the advantage is
-    positive, r = min(1, cap p_inf/p_ref): the truncated weight times the clipped ratio would
+    positive, r = min(1, cap p_inf/p_ref). The truncated weight times the clipped ratio would
     otherwise be bounded below what the whole weight times it is (QuRL, arXiv 2602.13953, eq. 7 to
     9).
     """

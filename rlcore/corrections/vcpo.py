@@ -109,15 +109,15 @@ def vcpo_scale(ess: float, *, rule: Rule = "sqrt", base: float = 1.0) -> float:
 
 
 class Vcpo(Correction):
-    """Multiplies the step's learning rate by `sqrt(ESS / (base n))`, at most 1, with `ESS = (sum
-    w)^2 / sum w^2` over the n sequences of the global batch and `w = prod_t p_new/p_inf` (VCPO,
-    arXiv 2602.17616, section 4.1; p_ref instead of p_new with target=ref).
+    """Multiplies the step's learning rate by `sqrt(ESS / (base n))`, at most 1. `ESS = (sum w)^2 /
+    sum w^2` is over the n sequences of the global batch, with `w = prod_t p_new/p_inf` (VCPO, arXiv
+    2602.17616, section 4.1; p_ref instead of p_new with target=ref).
 
     Weights and mask stay as they are: the expected gradient does not change, and a step of few
     effective samples is short. It can be combined with any correction; the sequences are those that
     earlier corrections left, with all of their sampled tokens, whatever is rejected later. The
-    rate's schedule never sees the factor, which depends on the step's batch alone: there is no
-    state, and a resumed step takes the same one. Under AdamW the decay of that step is scaled too.
+    rate's schedule never sees the factor, which depends on the step's batch alone. No state is
+    kept, and a resumed step takes the same one. Under AdamW the decay of that step is scaled too.
     Every rank computes it from the same reduced sums. The paper's other half, a baseline that takes
     the norm of every sample's gradient, is not here.
     """

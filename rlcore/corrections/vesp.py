@@ -66,7 +66,7 @@ def vesp(
     lam_neg: float = _VESP.lam_neg,
 ) -> Tensor:
     """VESPO's weight [B, T] `W^k exp(lambda (1 - W))`, W = prod_t p_target/p_inf of the sequence
-    (Shen et al. 2026, arXiv 2602.10693; the settings are those of the authors' code).
+    (Shen et al. 2026, arXiv 2602.10693; the settings are as in the authors' code).
 
     k and lambda are k_pos and lam_pos where A >= 0, else k_neg and lam_neg. 1 at W = 1, at most
     `(k/lambda)^k exp(lambda - k)`, near 0 for small and for large W. log W is clamped at +-20.

@@ -61,7 +61,7 @@ def _general(why: str) -> str:
 
 def read(sources: Sequence[str | Path] | Any, counts: Read) -> Iterator[Row]:
     """The rows of files, or of a table or list of rows, in their order; wrong rows are counted in
-    `counts` and left out, those of another vocabulary than the first's among them. Raises UserError
+    `counts` and left out. Rows of another vocabulary than the first's are wrong. Raises UserError
     for a file that cannot be read at all, and for one without any right row."""
     for name, found in _sources(sources):
         counts.files.append(name)
@@ -125,13 +125,13 @@ def _sources(sources: Any) -> Iterator[tuple[str, Numbered]]:
     for source in chain(first, given):
         path = Path(source)
         if not path.is_file():
-            raise UserError(f"{path} is no file: give dumps in JSONL or Parquet.")
+            raise UserError(f"{path} is not a file: give dumps in JSONL or Parquet.")
         yield str(path), _reader(path)(path)
 
 
 def _reader(path: Path) -> Callable[[Path], Numbered]:
-    """By the first bytes, since names of dumps are the trainers'. Raises UserError for what is not
-    read."""
+    """The first bytes decide, since names of dumps are the trainers'. Raises UserError for what is
+    not read."""
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"PAR1" or path.suffix == ".parquet":
@@ -164,7 +164,7 @@ def _jsonl(path: Path) -> Numbered:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as e:
                 why = str(e).splitlines()[0]
-                yield number, WrongRow("line", f"is no JSON ({why}): write one object a line")
+                yield number, WrongRow("line", f"is not JSON ({why}): write one object a line")
                 continue
             yield number, fields
 
@@ -185,4 +185,4 @@ def _parquet(path: Path) -> Numbered:
                     yield number, batch.slice(own, 1).to_pylist()[0]
     except (OSError, ValueError) as e:  # pyarrow's errors are ValueErrors
         why = str(e).splitlines()[0].rstrip(".")
-        raise UserError(f"{path} is no readable Parquet file ({why}): write it again.") from e
+        raise UserError(f"{path} is not a readable Parquet file ({why}): write it again.") from e

@@ -160,7 +160,7 @@ def _numbers(name: str, value: Any, length: int | None = None) -> list[float]:
 
 def _int(name: str, value: float) -> int:
     if not abs(value) < MOST or value != int(value):  # also NaN
-        raise WrongRow(name, f"holds {value:g}, which is no whole number below 2^31")
+        raise WrongRow(name, f"holds {value:g}, which is not a whole number below 2^31")
     return int(value)
 
 
@@ -206,7 +206,7 @@ def _check_sampled(inf: list[float], ref: list[float], on: list[int]) -> None:
 
 def _check_ids(ids: Sequence[int], vocabulary: int | None) -> None:
     if any(token < 0 for token in ids):
-        raise WrongRow("token_ids", f"holds {min(ids)}, which is no token: mask covers it")
+        raise WrongRow("token_ids", f"holds {min(ids)}, which is not a token: mask covers it")
     if vocabulary is not None and ids and max(ids) >= vocabulary:
         raise WrongRow("token_ids", f"holds {max(ids)}, and vocabulary is {vocabulary}")
 
@@ -245,7 +245,7 @@ def _one(name: str, value: Any) -> float | None:
         return None
     value = value.tolist() if hasattr(value, "tolist") else value
     if not _is_number(value) or not abs(value) <= LARGEST:  # also NaN
-        raise WrongRow(name, "is no finite number")
+        raise WrongRow(name, "is not a finite number")
     return float(value)
 
 
@@ -259,9 +259,9 @@ def _whole(name: str, value: Any, least: int = 0) -> int | None:
 def write(path: str | Path, **columns: Any) -> int:
     """Append the answers of a batch to a JSONL file, from inside any trainer. Returns how many.
 
-    Columns are those of the schema, each a tensor or list [B, T], [B, T, k] or [B], or a list of B
-    tensors of any lengths; a column that is None is left out. Padding is where `mask` is 0. Raises
-    UserError for unequal batches.
+    Columns are named as in the schema. Each is a tensor or list [B, T], [B, T, k] or [B], or a list
+    of B tensors of any lengths; a column that is None is left out. Padding is where `mask` is 0.
+    Raises UserError for unequal batches.
 
         write("rows.jsonl", logp_inf=inf, logp_ref=ref, mask=mask, advantages=advantages)
     """

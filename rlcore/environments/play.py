@@ -35,7 +35,7 @@ TURNS, LENGTH = "environment.max_turns", "model.max_len"  # limits that end an e
 
 
 class Play:
-    """The open episodes of one actor, and those that wait for a place."""
+    """The open episodes of one actor, and the queue for a place."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class Play:
         self._sample(episode)
 
     def _serve(self, episode: EpisodeState, answer: dict[str, Any]) -> None:
-        """The calls that a program has made: each is a turn, beside those that are sampled."""
+        """The calls that a program has made: each is a turn, in addition to the sampled ones."""
         assert episode.link is not None
         if answer["over"]:
             self._abort_turns(episode)

@@ -1,5 +1,5 @@
-"""Plays episodes beside an engine: sample, parse, step in the environment's process, extend, sample
-on. Many episodes at once, so that a slow environment never holds up the engine.
+"""Plays episodes next to an engine: sample, parse, step in the environment's process, extend,
+sample on. Many episodes at once, so that a slow environment never holds up the engine.
 
 A turn is an ordinary request of the engine: publications and counters know nothing of episodes,
 and the engine's prefix cache holds the turns before. One thread does everything between two turns;

@@ -1,4 +1,4 @@
-"""Parent side of the environments' processes: each open episode has one of its own."""
+"""Parent side of the environments' processes: each open episode has one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Link:
         except (ValueError, RecursionError) as error:
             raise EnvironmentDied("the environment's process answered what is not JSON") from error
         if not isinstance(message, dict):
-            raise EnvironmentDied("the environment's process answered what is no JSON object")
+            raise EnvironmentDied("the environment's process answered, but not with a JSON object")
         return message
 
     @property

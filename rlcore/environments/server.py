@@ -1,7 +1,7 @@
 """The process that environments come from: `python -m rlcore.environments.server <socket fd>`.
 
-It builds the task and imports the environment once, and then forks a child for every episode that
-is played at once, so that an instance is alone in its process and starts in milliseconds. Over the
+It builds the task and imports the environment once. It then forks a child for every episode that is
+played at once, so that an instance is alone in its process and starts in milliseconds. Over the
 control socket come first the settings, answered by {"ready": true} or {"fatal": sentence}; then
 datagrams: "new" with the child's end of a link, and "kill PID". A child answers JSON lines on its
 link, and ends when the link does. Nothing of an environment runs in this process itself."""
@@ -172,7 +172,7 @@ class ForkServer:
                 from_room("put_away")(pid, self._spec.args.get("keep"))
 
     def _serve(self, link: socket.socket) -> None:
-        """In the child: one episode after the other, each with an instance of its own."""
+        """In the child: one episode after the other, each with its own instance."""
         limit = self._spec.memory_mib << 20
         # Of each process, what it may write to: an allocation that is too large fails at once.
         # Address space that is only reserved, as JavaScript and Go do, is not counted.
@@ -319,7 +319,7 @@ def _reply(reply: Reply) -> dict[str, Any]:
 
 
 def _line(message: dict[str, Any]) -> bytes:
-    """Raises TypeError or ValueError for what is no JSON."""
+    """Raises TypeError or ValueError for what is not JSON."""
     return json.dumps(message, allow_nan=False).encode() + b"\n"
 
 
@@ -337,7 +337,7 @@ def _texts(messages: Any) -> list[dict[str, Any]]:
 
 
 def _kill(pid: int) -> None:
-    """A child with everything that it started: it leads a session of its own."""
+    """A child with everything that it started: it leads its own session."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # it has not made its session yet

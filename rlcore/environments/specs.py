@@ -53,7 +53,7 @@ class EnvironmentSpec(Spec):
         600.0, "deadline of a whole episode, sampling included", unit="s", gt=0
     )
     concurrency: int = setting(
-        64, "episodes that one actor plays at once, each in a process of its own", gt=0
+        64, "episodes that one actor plays at once, each in its own process", gt=0
     )
     memory_mib: int = setting(
         4096,

@@ -45,7 +45,7 @@ UNKNOWN = (
 
 
 def translate(source: Source, given: Given) -> Translation:
-    """Our settings for those of another trainer."""
+    """Our settings for another trainer's."""
     t = Translator(source, given)
     for entry in ENTRIES:
         if entry.of(source) in t.given and entry.of(source) and entry.ours not in TOGETHER:
@@ -71,7 +71,7 @@ def translate(source: Source, given: Given) -> Translation:
 
 
 def _covered(t: Translator, key: str, value: Any) -> str | None:
-    """Where a setting that is no key of ours is, or None."""
+    """Where a setting that is not a key of ours is, or None."""
     if f"{key}={_neutral(value)}" in NEUTRAL:
         return "so here, too"
     if key.startswith(("critic.", "trainer.critic.")) and t.options.get("critic") is None:
@@ -103,7 +103,7 @@ def _batches(t: Translator) -> None:
     if groups < 1 or groups % 1 or steps < 1 or steps % 1:
         t.leave(
             t.name("schedule.groups_per_step"),
-            "its batch is no whole number of groups or steps: set schedule.groups_per_step",
+            "its batch is not a whole number of groups or steps: set schedule.groups_per_step",
         )
         schedule(t, 1)
         return
@@ -196,7 +196,7 @@ def _advantage(t: Translator) -> None:
 
 
 def _critic(t: Translator) -> None:
-    """GAE has a critic there: a model of its own."""
+    """GAE has a critic there: its own model."""
     if t.values.get("algorithm.advantage") != "gae":
         return
     del t.values["algorithm.advantage"]
@@ -329,7 +329,7 @@ def _reward(t: Translator) -> None:
         if "reward_weights" in t.given:
             t.values["task.args.grader_weights"] = t.given["reward_weights"]
     elif functions is not None:
-        t.leave("reward_funcs", "give task.args.grader: these functions, in a file of their own")
+        t.leave("reward_funcs", "give task.args.grader: these functions, in their own file")
 
 
 def _place(name: str) -> str:

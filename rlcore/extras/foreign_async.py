@@ -20,7 +20,7 @@ class Lag(NamedTuple):
 
 
 def lag_of(t: Translator, steps: int) -> Lag | None:
-    """The asynchronous form that a file asks for, or None; `steps` are those of a rollout phase."""
+    """The asynchronous form that a file asks for, or None; `steps`: of a rollout phase."""
     forms = {
         "verl": _verl,
         "trl": _trl,

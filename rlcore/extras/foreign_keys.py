@@ -1,6 +1,6 @@
-"""The common keys of verl, TRL's GRPO, OpenRLHF, SkyRL and prime-rl beside ours: one table, which
-`rlcore import-config` translates by and docs/coming-from.md prints. Names and defaults are those of
-the trainers' sources from January (verl), July (TRL) and August 2026 (the others). No torch."""
+"""The common keys of verl, TRL's GRPO, OpenRLHF, SkyRL and prime-rl next to ours: one table, which
+`rlcore import-config` translates by and docs/coming-from.md prints. Names and defaults are from the
+trainers' sources from January (verl), July (TRL) and August 2026 (the others). No torch."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
         "steps_per_generation",
         "rollout.batch_size|rollout_batch_size",
         skyrl="trainer.train_batch_size",
-        note="H: their batch of a rollout phase over that of a step",
+        note="H: their batch of a rollout phase over a step's",
     ),
     ForeignKey(
         "schedule.epochs",

@@ -179,7 +179,7 @@ COVERED: Mapping[str, str] = {
     "data.gen_batch_size": "actors take groups one by one",
     "trainer.fully_async.num_parallel_generation_workers": "schedule.max_staleness bounds it",
     "trainer.log_val_generations": "a run's folder has its samples",
-    "ds3_gather_for_generation": "engines have weights of their own",
+    "ds3_gather_for_generation": "engines have their own weights",
     "max_inflight_tasks": "schedule.max_staleness bounds it",
     "queue_maxsize": "schedule.max_staleness bounds it",
     "generator.inference_engine.async_engine": "engines are asynchronous",

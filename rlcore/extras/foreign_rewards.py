@@ -1,4 +1,4 @@
-"""Reward functions of a script, cut out of it with what they use into a file that loads: a script
+"""Reward functions of a script, cut out of it with what they use into a file that loads. A script
 that builds a trainer when it is imported cannot be a grader. Read by ast, not run."""
 
 from __future__ import annotations

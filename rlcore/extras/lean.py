@@ -3,7 +3,7 @@ server that checks it.
 
 The source is built here, never taken from the answer: the statement is the task's own, character
 for character, and only what follows it is the model's. Lean reads a file from the top, so nothing
-that comes after the statement can change what it says; what could change how it is checked
+that comes after the statement can change what it says. What could change how it is checked
 (commands, options, metaprograms) is refused by `forbidden`.
 """
 
@@ -81,9 +81,9 @@ class Statement:
 def proof_in(statement: Statement, response: str) -> str | None:
     """The proof that a response gives: what follows `:=`, beginning with `by` if it is by tactics.
 
-    It is in the last fenced block, or all of a response without one: behind the statement repeated
-    word for word (spaces and line ends may differ; what is before it is left out), or alone. None
-    if there is none, or a theorem is stated and it is another one.
+    It is in the last fenced block, or all of a response without one. It stands alone or behind the
+    statement repeated word for word (spaces and line ends may differ; what is before it is left
+    out). None if there is none, or a theorem is stated and it is another one.
     """
     blocks = FENCE.findall(response)
     text = blocks[-1] if blocks else response
@@ -137,8 +137,8 @@ def checked_source(statement: Statement, proof: str) -> str:
 
 
 def axioms_of(statement: Statement, said: list[str]) -> frozenset[str] | None:
-    """The axioms that Lean names among its messages; None unless exactly one message names those of
-    the statement."""
+    """The axioms that Lean names among its messages; None unless exactly one message names the
+    statement's axioms."""
     matches = [m for text in said if (m := AXIOMS.match(text.strip()))]
     own = [m for m in matches if m["name"].rpartition(".")[2] == statement.name.rpartition(".")[2]]
     if len(own) != 1:
@@ -160,7 +160,7 @@ class Lean(RecordTask):
 
     The question is `instruction` and the statement, below `informal_prefix` where there is one. The
     reference is the Lean source up to the proof, which the reward of kind `lean` completes and has
-    checked; the task has no grader of its own. train_split, heldout_split: the rows of a file whose
+    checked; the task has no own grader. train_split, heldout_split: the rows of a file whose
     `split` is this one; None: all. header: of rows that have none. `worked_field` names a column
     with proofs (what follows `:= by`), for a warm-up.
     """
@@ -207,7 +207,7 @@ class Lean(RecordTask):
 
     def grade(self, item: Item, response: str) -> Grade:
         raise RuntimeError(
-            "the task lean has no grader of its own: a reward of the kind lean judges, such as "
+            "the task lean has no own grader: a reward of the kind lean judges, such as "
             "task.rewards.proof.lean.url=http://HOST:PORT, with task.grade_weight=null"
         )
 
@@ -293,7 +293,7 @@ def results(data: Any, asked: Any) -> dict[str, Any]:
 
 
 def verdict(statement: Statement, result: dict[str, Any], axioms: frozenset[str]) -> RewardVerdict:
-    """Read Lean's answer on one source as a verdict. Raises Unjudged if it is no answer on the
+    """Read Lean's answer on one source as a verdict. Raises Unjudged if it is not an answer on the
     proof."""
     error = result.get("error")
     if error:

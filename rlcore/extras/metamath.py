@@ -1,5 +1,5 @@
-"""Theorems to prove in Metamath: small ones of propositional calculus, and those of a user's files
-against set.mm."""
+"""Theorems to prove in Metamath: small ones of propositional calculus, and a user's files against
+set.mm."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ProofJudge:
         self._may_use = may_use
 
     def judge(self, theorem: Assertion, proof: Proof) -> Checked | None:
-        """Check a proof and return the result; None if the checker need not be run: a label is
+        """Check a proof and return the result. None if the checker need not be run: a label is
         unknown or may not be used, or steps are missing or left over."""
         if not self._known(theorem, proof) or (proof.normal and not self._whole(theorem, proof)):
             return None
@@ -111,7 +111,7 @@ class ProofJudge:
 
     def _whole(self, theorem: Assertion, proof: Proof) -> bool:
         """Return whether the stack never runs empty and one entry is left: a count, whose cost is
-        negligible beside the checker's start."""
+        negligible next to the checker's start."""
         own = {hypothesis.label for hypothesis in theorem.hypotheses}
         height = 0
         for label in proof.labels:
@@ -131,10 +131,10 @@ class Metamath(ProceduralTask):
     """Theorems whose worked proof has min_steps to max_steps rules, of the forms of SCHEMAS with
     formulas of up to `size` connectives over so many `variables`.
 
-    Any proof counts, not only the worked one: reward 1 if the program metamath verifies that the
-    labels prove exactly the theorem, from the rules of set.mm that the notation has letters for,
-    else 0. The part "whole" says whether the answer is a sequence of known labels that leaves one
-    step, so that the program was asked.
+    Any proof counts, not only the worked one. The reward is 1 if the program metamath verifies that
+    the labels prove exactly the theorem, else 0. The rules are the ones of set.mm that the notation
+    has letters for. The part "whole" says whether the answer is a sequence of known labels that
+    leaves one step, so that the program was asked.
     """
 
     name = "metamath"

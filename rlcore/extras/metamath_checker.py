@@ -117,8 +117,8 @@ class Database:
     def needed(self, theorem: Assertion, labels: Iterable[str], proof: str) -> str:
         """The small database: the statements that the labels of a proof name, and the theorem GOAL.
 
-        Variables of the proof that the theorem does not have are disjoint from all others: they are
-        no part of the theorem.
+        Variables of the proof that the theorem does not have are disjoint from all others: the
+        theorem does not contain them.
         """
         used = [
             self.assertions[label] for label in dict.fromkeys(labels) if label in self.assertions
@@ -141,7 +141,7 @@ class Database:
 
 
 def _block(assertion: Assertion, prefix: str, variables: Sequence[str], says: str) -> list[str]:
-    """An assertion in a scope of its own. prefix: of new labels for its hypotheses, which several
+    """An assertion in its own scope. prefix: of new labels for its hypotheses, which several
     assertions of a database may share; "": they keep theirs."""
     lines = ["${"]
     for group in assertion.disjoint:

@@ -27,7 +27,7 @@ LABEL = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class BadStatement(ValueError):
-    """Text that is no block of that form; the message says where."""
+    """Text that is not a block of that form; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ ANYWHERE = "192.0.2.1"  # a documentation network: reached by the default route,
 
 def own_address(interface: str, other: str) -> str:
     """The IPv4 address of this machine on a network interface, else the one by which it reaches the
-    machine `other`, else that of its default route. A machine may have more: docker0 is often
+    machine `other`, else the one of its default route. A machine may have more: docker0 is often
     listed first.
 
     Raises SystemExit with a sentence for an interface without an address.

@@ -2,7 +2,7 @@
 
 The batch script (launchers/slurm.sh) starts one such process a node, as a job step. It ends on
 SIGUSR1. SIGTERM, which Slurm sends to every process of a job that it wants to end, is blocked here
-and in all of Ray's processes, since the run needs them for its last checkpoint.
+and in all of Ray's processes. The run needs them for its last checkpoint.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class LaunchSpec(Spec):
         Unread(
             (*LEARNER_NODE, "min_actor_nodes", "learner_sbatch"),
             lambda spec: not spec.learner_nodes,
-            "learner_nodes=0 gives the learner no nodes of its own",
+            "learner_nodes=0 gives the learner no separate nodes",
         ),
         Unread(
             ("container_mounts",),
@@ -243,7 +243,7 @@ class LaunchSpec(Spec):
         unknown = {n for t in self.tolerations for n in t} - set(TOLERATION)
         refuse(
             bool(unknown),
-            f"{key}.tolerations.{min(unknown, default='')} is no field of a toleration: choose "
+            f"{key}.tolerations.{min(unknown, default='')} is not a field of a toleration: choose "
             f"among {', '.join(TOLERATION)}.",
         )
 

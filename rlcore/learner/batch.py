@@ -44,7 +44,7 @@ _SAMPLES = 1 << 20  # more than any group has: sample ids are group_id * _SAMPLE
 
 @dataclass(slots=True)
 class PolicyScores:
-    """TokenScores of every token of a step, right-padded: [B, T] or [B, T, k]; 0 where there is no
+    """TokenScores of every token of a step, right-padded: [B, T] or [B, T, k]; 0 without a
     token."""
 
     logp: Tensor
@@ -63,7 +63,7 @@ class PolicyScores:
         parts: Sequence[tuple[MicroBatch, TokenScores]],
         device: torch.device,
     ) -> PolicyScores:
-        """Make the scores of a step from those of micro-batches that together cover it."""
+        """Make the scores of a step from the scores of micro-batches that together cover it."""
         # as wide as the scores: float32, or float64 where a policy is
         dtype = parts[0][1].logp.dtype if parts else torch.float32
         empty = torch.zeros(shape, dtype=dtype, device=device)
@@ -220,9 +220,9 @@ def observed(
 def sample_details(
     batch: StepBatch, samples: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], dict[str, Any]]:
-    """Details of the episodes (group id, sample index) that this rank has: "log_ratio", log p_ref -
-    log p_inf of each sampled token, None where there is none; after the batch's step also
-    "advantage", the mean over the episode's tokens. Empty before p_ref is known."""
+    """Details of the episodes (group id, sample index) that this rank has. "log_ratio" is log p_ref
+    less log p_inf of each sampled token, None where there is none. After the batch's step there
+    is also "advantage", the mean over the episode's tokens. Empty before p_ref is known."""
     sent, ref = batch.sent, batch.ref
     if ref is None:
         return {}
@@ -534,7 +534,7 @@ def _split(batch: StepBatch, on: Tensor, step: int, reduce: Reduce) -> dict[str,
 
 
 def positions(batch: StepBatch, reduce: Reduce) -> dict[str, float]:
-    """Positions that a pass over the step computes, and those of its sequences one by one."""
+    """Positions that a pass over the step computes, and its sequences' one by one."""
     computed = sum(mb.tokens for mb in batch.micro)
     sequences = sum(len(s) for parts in batch.episodes for s in parts)
     both = reduce(torch.tensor([computed, sequences], dtype=torch.float64))

@@ -251,8 +251,8 @@ class _Models:
         *,
         rounded: bool,
     ) -> Policy:
-        """The model as it will attend, for parts of its sequences where ranks hold those, and with
-        weights rounded where the job has that and the model is to be `rounded`."""
+        """The model as it will attend, for parts of its sequences where ranks hold those. Weights
+        are rounded where the job has that and the model is to be `rounded`."""
         if self._shards is not None:
             hold_in_parts(lm, self._shards, self._engine.split_attention, self._device)
         spec, layers = self._job.rounding, None
@@ -393,8 +393,8 @@ class _Models:
 def refuse_other_names(lm: nn.Module, path: str) -> None:
     """Raise UserError for a model whose parameters are not the weights in its files by name.
 
-    Engines load, and exports hold, what is published by the names of the files. A weight that is no
-    parameter, such as a bias of a router that is a buffer, would be missing there.
+    Engines load, and exports hold, what is published by the names of the files. A weight that is
+    not a parameter, such as a bias of a router that is a buffer, would be missing there.
     """
     # a parameter that is divided among the ranks keeps its whole shape aside
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in lm.named_parameters()}
@@ -412,7 +412,7 @@ def _hold_bitwise(lm: Any, positions: int) -> None:
     reason = machine_reason() or odd_attention(lm)
     width = getattr(lm.config.get_text_config(), "intermediate_size", 0)
     if reason is None and width % WIDTHS:
-        reason = f"the width of its MLP, {width}, is no multiple of {WIDTHS}"
+        reason = f"the width of its MLP, {width}, is not a multiple of {WIDTHS}"
     if reason is not None:
         raise UserError(f"bitwise=true cannot be had of this model: {reason}; leave it false.")
     hold(lm, positions)

@@ -1,6 +1,6 @@
-"""A critic beside the policy: its values, the advantages and targets of a batch, and its own step.
+"""A critic next to the policy: its values, the advantages and targets of a batch, and its own step.
 
-The critic is a companion with an engine of its own that is not published: it has optimizer, ZeRO
+The critic is a companion with its own engine that is not published: it has optimizer, ZeRO
 stage, checkpoint and resume like every trained model. `value_head` has the policy's own tensors,
 frozen, as its trunk; `model` starts as a copy of the starting policy. Both predict values by a
 linear map of the last hidden state, 0 at first, in float32.
@@ -44,7 +44,7 @@ class ValueModel(Policy):
     """An LM whose head predicts one number, the value of what follows."""
 
     def __init__(self, lm: nn.Module) -> None:
-        """`lm` is given the head, as a weight of its own, and its LM head is not trained."""
+        """`lm` is given the head, as its own weight, and its LM head is not trained."""
         super().__init__(lm)
         config: Any = lm.config.get_text_config()  # type: ignore[union-attr, operator]
         head = ValueHead(config.hidden_size, 1, device=self.head.weight.device)
@@ -112,7 +112,7 @@ class Critic(Companion):
     def advantages(self, batch: StepBatch, turns: TurnSpans, by_token: bool) -> Tensor:
         """[B, T] float32 advantages of a batch whose p_ref is known; keeps the targets for `step`.
 
-        `turns`: the rewards, those of tokens less any penalty. `by_token`: a state is what precedes
+        `turns`: the rewards; a token's less any penalty. `by_token`: a state is what precedes
         a token. Collective where advantages are whitened.
         """
         sent, spec = batch.sent, self._spec

@@ -57,7 +57,7 @@ class _Asked:
 
     @property
     def loaded(self) -> str:
-        """The dtype that adapters are merged in: the policy's, or that of the state."""
+        """The dtype that adapters are merged in: the policy's, or the state's."""
         return self.compute if self.dtype is None else "float32"
 
     def rounded(self, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Layers of a causal LM with other kernels than transformers': on CPU, RMS norms with a backward
-pass written here; on GPUs, Liger's norms, MLPs and rotary embeddings; linear maps that multiply FP8
-numbers, by torchao; and norms, MLPs and FP8 maps that torch compiles."""
+"""Layers of a causal LM with other kernels than transformers'. On CPU these are RMS norms with a
+backward pass written here; on GPUs, Liger's norms, MLPs and rotary embeddings. Linear maps can
+multiply FP8 numbers, by torchao. Torch can compile norms, MLPs and FP8 maps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """With s = 1 / sqrt(mean(x^2) + epsilon) and y = g * weight, the gradient of x is s * y -
-        s^3 * x * mean(x * y), that of the weight the sum of g * x * s."""
+        s^3 * x * mean(x * y). The weight's gradient is the sum of g * x * s."""
         rows, weight, scale = ctx.saved_tensors
         g = grad.reshape(rows.shape)
         product = g * rows
@@ -199,9 +199,9 @@ _PROGRAMS = 32
 
 
 def compiled_layers(lm: nn.Module, device: torch.device) -> int:
-    """Have torch compile the norms and MLPs of a causal LM, or of one of its layers, and linear
-    maps of FP8 numbers outside of them, in place, each at its first call; returns how many they
-    are. Parameters keep their names.
+    """Have torch compile the norms and MLPs of a causal LM, or of one of its layers, in place, each
+    at its first call. So it does with linear maps of FP8 numbers outside of them. Returns how many
+    they are. Parameters keep their names.
 
     Raises UserError where the compiler does not work on `device`.
     """

@@ -40,7 +40,7 @@ ROOM = {
 
 def most_positions(spec: LearnerSpec, sizes_of: Callable[[], LayerSizes]) -> int:
     """`learner.micro_batch_tokens`, with auto resolved by sizes alone, so that runs of one
-    configuration divide their batches alike. `sizes_of` is asked where they are needed."""
+    configuration divide their batches equally. `sizes_of` is asked where they are needed."""
     if spec.micro_batch_tokens != "auto":
         return spec.micro_batch_tokens
     sizes = sizes_of()

@@ -152,7 +152,7 @@ def to_teacher(new: Tensor, teacher: Tensor | TopkTarget, spec: TeacherSpec) -> 
     """[N, 2] from log-probs [N, V] of the policy: its distance to the teacher, with the gradient;
     and 1 where both have the same likeliest token, else 0.
 
-    Of a teacher that is known at k tokens, `tail=sampled` leaves its estimate of the others out.
+    With a teacher that is known at k tokens, `tail=sampled` leaves its estimate of the others out.
     """
     if isinstance(teacher, TopkTarget):
         at = new.gather(1, teacher.ids.clamp_min(0))
@@ -195,7 +195,7 @@ def _sums_in_float32(weight: Tensor) -> bool:
 
 class _Buffers:
     """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk,
-    V] float32; `weight` is [V, D] as the products take it, a float32 copy where asked for."""
+    V] float32. `weight` is [V, D] as the products take it, a float32 copy where asked for."""
 
     def __init__(self, rows: int, weight: Tensor, spec: HeadSpec, *, both: bool) -> None:
         shape, device, fp32 = (rows, weight.shape[0]), weight.device, spec.fp32
@@ -470,7 +470,7 @@ def _d_logits(
     temperature: float,
 ) -> Tensor:
     """The part of the gradient at the logits before temperature that every token of the vocabulary
-    has: -(g p + ge p (log p + H)) / T, in place of `z` or `e`; g [n] is the sum of a row's slopes.
+    has: -(g p + ge p (log p + H)) / T, in place of `z` or `e`. g [n] is the sum of a row's slopes.
 
     z: [n, V] shifted tempered logits, not read when no gradient goes through the entropy; e: their
     exponentials.

@@ -1,10 +1,10 @@
 """Low-rank adapters on linear layers of a causal LM. The file that imports PEFT, where there are
 adapters: it takes most of a second.
 
-The base weights are frozen; what is exported, and with publish=merged published, is W + scale * B A
-under W's Hugging Face name: an engine then serves one plain set of tensors. With publish=adapter
-the factors travel alone (`weights/adapters.py`), and the engine computes PEFT's forward,
-x W + scale * (x A) B.
+The base weights are frozen. What is exported, and with publish=merged published, is W + scale * B A
+under W's Hugging Face name. An engine then serves one plain set of tensors. With publish=adapter
+the factors travel alone (`weights/adapters.py`), and the engine computes PEFT's forward, x W +
+scale * (x A) B.
 
 In bfloat16 the sum is rounded, and an update smaller than half a unit in W's last place is lost. So
 that the learner's policy is the published one, its own forward then multiplies by the same rounded
@@ -130,7 +130,7 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class _AsPublished(torch.autograd.Function):
-    """x W'^T with W' the merged weight; the gradients at A and B are those of the unrounded sum.
+    """x W'^T with W' the merged weight; the gradients at A and B belong to the unrounded sum.
 
     W' is formed anew in the backward pass: it would be a second copy of the model.
     """

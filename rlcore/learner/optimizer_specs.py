@@ -30,7 +30,7 @@ class OptimizerSpec(Spec):
     )
     lr_final: float = setting(0.0, "share of lr that linear and cosine end at", ge=0, le=1)
     betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW")
-    eps: float = setting(1e-8, "of AdamW, beside the root of the second moment", gt=0)
+    eps: float = setting(1e-8, "of AdamW, added to the root of the second moment", gt=0)
     weight_decay: float = setting(0.0, "of AdamW", ge=0)
     grad_clip: float = setting(1.0, "largest gradient norm", gt=0)
 

@@ -5,10 +5,10 @@ position, so no mask is made; sequences that attend in both directions have `seg
 packed: one row, `position_ids` restarting at each sequence (for a variable-length kernel,
 flash-attn's or torch's; with SDPA transformers derives the block-diagonal mask from the
 positions). shared: one row of the distinct prefixes of the sequences, so that a group's prompt is
-computed once for all its responses (see `attention/shared_prefix.py`); chosen instead of the
-others where the model's attention allows it and it is less work.
+computed once for all its responses (see `attention/shared_prefix.py`). Chosen instead of the others
+where the model's attention allows it and it is less work.
 
-An episode is one row of results, whatever number of sequences it takes: its columns go on from part
+An episode is one row of results, whatever number of sequences it takes. Its columns go on from part
 to part, and its parts share a micro-batch, so that losses over sequences see all of it.
 """
 
@@ -77,7 +77,7 @@ def in_batches(
 ) -> list[list[int]]:
     """Divide episodes into micro-batches of at most `budget` distinct prefixes each.
 
-    Episodes that begin alike follow each other, those with the longest sequences first; a group
+    Episodes with equal beginnings follow each other, the longest sequences first; a group
     that does not fit is continued in another micro-batch, which computes its prompt again. The
     shared positions that attention `gathers`, once for every sequence, are bounded, too. An episode
     beyond the budget is alone; those without sequences are left out.
@@ -227,8 +227,8 @@ class MicroBatch:
     """Some whole episodes, laid out for the model: N sampled tokens of b episodes, in s sequences
     over R rows of W positions.
 
-    Example, two sequences of 2 + 2 and 1 + 1 tokens, packed: input_ids [[5, 9, 4, 6]],
-    position_ids [[0, 1, 2, 0]], predict [1, 2, 3], row [0, 0, 1], column [0, 1, 0]
+    Example, two sequences of 2 + 2 and 1 + 1 tokens, packed. input_ids [[5, 9, 4, 6]], position_ids
+    [[0, 1, 2, 0]], predict [1, 2, 3], row [0, 0, 1], column [0, 1, 0]
     """
 
     input_ids: Tensor  # [R, W] int64
@@ -284,7 +284,7 @@ def pack(
     """Split episodes into micro-batches of at most `micro_batch_tokens` positions, padding
     included.
 
-    A longer episode gets a micro-batch of its own. Sequences and episodes without sampled tokens
+    A longer episode gets its own micro-batch. Sequences and episodes without sampled tokens
     are left out. Longest first, so that a lack of memory shows at once; ties by index, so that the
     same episodes always give the same batches. With `costs`, the shared layout is used where it is
     less work. With `tight`, sorted rows are divided for the least work, instead of filling each
@@ -439,7 +439,7 @@ def _micro_batch(
 
 
 def _page_rules(sequences: Sequence[ScoredSequence]) -> tuple[PageRule | None, ...] | None:
-    """The page rule of each sequence; None where no sequence has a rule of its own."""
+    """The page rule of each sequence; None where no sequence has its own rule."""
     found = tuple(s.page_rule if isinstance(s, TokenSequence) else None for s in sequences)
     return found if any(rule is not None for rule in found) else None
 

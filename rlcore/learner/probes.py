@@ -3,7 +3,7 @@
 Packed rows, shared prefixes, other kernels, replayed experts and parts of sequences are right for
 the architectures that they were written with. Another one may mix positions where nobody looked:
 in a recurrent state, a window, a router. So each shortcut that a run would take is tried on a few
-tokens as the learner starts; one that differs by more than rounding is left off where the run
+tokens as the learner starts. One that differs by more than rounding is left off where the run
 leaves the choice, and refused where it was asked for.
 """
 
@@ -70,8 +70,8 @@ def apart(found: Tensor, plain: Tensor) -> float:
 
 
 def tried_model(lm: Any, *, divided: bool, device: torch.device) -> nn.Module:
-    """The model itself; where its parameters are `divided`, where it will be on another `device`
-    than the CPU, or where it attends to windows that a few tokens do not fill, a small one."""
+    """The model itself, or a small one. It is a small one where its parameters are `divided`, where
+    it will be on another `device` than the CPU, or where a few tokens do not fill its windows."""
     if divided or device != CPU or _windowed(lm):
         return short_model(lm).to(device)
     return lm
@@ -83,11 +83,11 @@ def _windowed(lm: Any) -> bool:
 
 
 def short_model(lm: Any) -> nn.Module:
-    """A random model of the same architecture and attention, with the first layers up to one of
-    every kind and at least two, and windows of three positions where it has windows.
+    """A random model of the same architecture and attention. It has the first layers up to one of
+    every kind, at least two, and windows of three positions where the model has windows.
 
-    States of its layers are near 1 in size, so that what leaks from one position into another
-    shows beside rounding.
+    States of its layers are near 1 in size, so that what leaks from one position into another is
+    larger than rounding.
     """
     config = copy.deepcopy(lm.config)
     text = config.get_text_config()
@@ -183,7 +183,7 @@ def share_prefixes(
     device: torch.device = CPU,
 ) -> str | None:
     """Prepare a model for shared prefixes: loaded with SDPA, or, for a GPU, with torch's
-    variable-length kernel; one that attends by `rule` with block top-k attention beside SDPA.
+    variable-length kernel; one that attends by `rule` with block top-k attention on top of SDPA.
 
     Returns None, or the reason why it cannot be prepared and is unchanged. Windows and chunks of
     attention are found in its configuration, everything else in a pass over a few tokens.
@@ -214,7 +214,7 @@ def odd_attention(lm: Any) -> str | None:
     if kinds:
         return f"not every layer attends to the whole context ({kinds[0]})"
     if not getattr(lm, "_supports_attention_backend", False):
-        return f"{type(lm).__name__} has an attention of its own"
+        return f"{type(lm).__name__} has its own attention"
     return None
 
 
@@ -226,8 +226,8 @@ KEY = "learner.sequence_parallel"
 
 def hold_in_parts(lm: Any, shards: Shards, split: SplitAttention, device: torch.device) -> None:
     """Prepare a model, whose attention is set, for parts of sequences, in place. Collective. Raises
-    UserError for a model that cannot be split: a pass over a few tokens of a random model of its
-    kind shows operations outside of attention that read other positions.
+    UserError for a model that cannot be split. A pass over a few tokens of a random model of its
+    kind then shows operations outside of attention that read other positions.
     """
     reason = odd_attention(lm)
     if reason is None:
@@ -254,9 +254,9 @@ def _split_difference(plain: Any, parts: Any, shards: Shards) -> float:
 
 
 def refuse_odd_passes(lm: Any, path: str, *, divided: bool, device: torch.device) -> None:
-    """Raise UserError for a model whose log-probs are not log_softmax(hidden @ weight.T) of its
-    LM head, that gives other states in a second pass over the same tokens, or that computes more
-    in its attention than the kernel it was loaded with does."""
+    """Raise UserError for a model whose log-probs are not log_softmax(hidden @ weight.T) of its LM
+    head, or that gives other states in a second pass over the same tokens. So does one that
+    computes more in its attention than the kernel it was loaded with does."""
     tried = tried_model(lm, divided=divided, device=device)
     policy = Policy(tried)
     mb = laid_out(policy)
@@ -293,7 +293,7 @@ def _refuse_odd_attention(lm: Any, path: str, device: torch.device) -> None:
     reason = differing(lm, apart(found, states_of(policy, laid_out(policy))))
     if reason is not None:
         raise UserError(
-            f"model.path={path} is not supported: with {name} its attention is not that of "
+            f"model.path={path} is not supported: with {name} its attention does not come from "
             f"transformers ({reason}), as with capped attention logits; choose another model."
         )
 
@@ -303,15 +303,15 @@ _LOGP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 def _bounds(policy: Policy, mb: MicroBatch) -> dict[str, Any]:
-    """The inputs of the policy's layers for a micro-batch, beside its tokens."""
+    """The inputs of the policy's layers for a micro-batch, in addition to its tokens."""
     return {"position_ids": mb.position_ids, "attention_mask": None, **policy.attending(mb)}
 
 
 def against_layers(
     lm: Any, change: Callable[[nn.Module], object], device: torch.device
 ) -> str | None:
-    """Why layers that `change` gives other kernels, in place, compute something else than those of
-    transformers, or None: tried on a small model."""
+    """Why layers that `change` gives other kernels, in place, compute something else than
+    transformers' layers, or None: tried on a small model."""
     small = short_model(lm).to(device)
     plain_policy = Policy(small)
     mb = laid_out(plain_policy)
@@ -324,7 +324,7 @@ def against_layers(
 
 
 def against_rule(lm: Any, rule: SparseSpec) -> str | None:
-    """Why a model on the CPU, loaded for sparse attention, does not attend by a rule, or None: with
+    """Why a model on the CPU, loaded for sparse attention, does not attend by a rule, or None. With
     every page kept it computes what dense attention does, and with two pages it does not."""
     small = short_model(lm)
     policy = Policy(small)
@@ -344,7 +344,7 @@ def against_rule(lm: Any, rule: SparseSpec) -> str | None:
 
 @torch.no_grad()
 def against_replay(lm: Any, device: torch.device) -> str | None:
-    """Why the choices of a mixture's routers cannot be replayed, or None: with the model's own
+    """Why the choices of a mixture's routers cannot be replayed, or None. With the model's own
     experts a small model of its kind computes the plain pass, with others it does not."""
     small = short_model(lm).to(device)
     replay = Replay(small)

@@ -1,5 +1,5 @@
-"""The protocols of the learner's parts: a training engine, and companions trained beside the
-policy; and the learning rate of a step.
+"""The protocols of the learner's parts: a training engine, and companions trained with the policy;
+and the learning rate of a step.
 
 Implementations inherit these base classes. A method with a body is optional.
 """
@@ -222,7 +222,7 @@ class TrainEngine(ABC):
 
 
 class Companion(ABC):
-    """A model trained beside the policy in the learner's ranks, published under its own name or not
+    """A model trained with the policy in the learner's ranks, published under its own name or not
     at all.
 
     `name` is the key of its weights in a publication and its folder in checkpoints and exports.
@@ -248,7 +248,7 @@ class Companion(ABC):
 
     @abstractmethod
     def export(self, folder: Path, *, policy_folder: Path) -> None:
-        """Write `folder`, a Hugging Face folder of its own; the policy's was written already."""
+        """Write `folder`, a separate Hugging Face folder; the policy's was written already."""
 
 
 class LogProbEstimator(ABC):

@@ -102,7 +102,7 @@ def keep_accepted(
     """The groups with the `keep` responses of highest dense acceptance each, and the rows of
     `batch` [B] bool of these responses. `batch` was built from `groups`, `ref` are its scores. Ties
     go to the earlier sample. The kept responses do not follow the actor's policy any more, and
-    nothing corrects for that: advantages are normalised over them, and the gradient is biased
+    nothing corrects for that. Advantages are normalised over them, and the gradient is biased
     towards what the learner finds likely.
     """
     acceptance = dense_acceptance(ref.logp, batch.sent.logp_inf, batch.sent.mask)
@@ -426,7 +426,7 @@ class LearnerRank(RankState):
         return self._estimator.metrics(list(zip(one, two)), self._reduce)
 
     def _seed(self, step: int) -> None:
-        """A step's randomness depends on its number, so there is no state to save."""
+        """A step's randomness depends on its number, so no state needs saving."""
         torch.manual_seed(derive_seed(self.job.run_seed, "learner", step, self._share))
 
     def _micro_batches(self, episodes: Sequence[EpisodeTokens]) -> list[MicroBatch]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def join_ranks(place: RankPlace, device: torch.device) -> None:
     """Join the other ranks: gloo on CPU, NCCL on CUDA.
 
-    A collective that waits longer than `place.timeout_s` raises.
+    A collective taking longer than `place.timeout_s` raises.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -62,7 +62,7 @@ def gather_objects(mine: Any) -> list[Any]:
 
 
 class RankReduce(Reduce):
-    """Reductions over all ranks, or those of a group; the identity on one."""
+    """Reductions over all ranks, or the ranks of a group; the identity on one."""
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
         self.device = device

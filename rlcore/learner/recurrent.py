@@ -57,7 +57,7 @@ def separate(lm: Any) -> bool:
     the forward pass is given `ARGUMENT`, in place; again has no further effect.
 
     Returns whether the model has such layers. A layer is known by its convolution over positions,
-    which linear attention, Mamba, gated delta nets and short convolutions have; a model whose
+    which linear attention, Mamba, gated delta nets and short convolutions have. A model whose
     recurrent layers have none is found by the comparison of layouts (`learner/probes.py`).
     """
     found = False

@@ -4,8 +4,8 @@ published, while its parameters stay the float32 weights that the optimizer trai
 With master weights W and R(W) of `weights/rounding.py`, a layer computes y = x R(W)^T + b. Its
 gradient passes straight through the rounding: dL/dW is taken as dL/dR(W) (Bengio et al. 2013, arXiv
 1308.3432), which is what quantisation-aware training of policies does (QaRL, arXiv 2604.07853).
-R(W) is computed in the forward pass and once more in the backward pass, and not kept between them,
-so that no second model is in memory and ZeRO-3 gathers one layer at a time.
+R(W) is computed in the forward pass and once more in the backward pass, and not kept between them.
+So no second model is in memory and ZeRO-3 gathers one layer at a time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _StraightThrough(torch.autograd.Function):
         group: Sequence[nn.Linear],
         own: int,
     ) -> Tensor:
-        """x [..., in] -> [..., out]. `weight` is that of `group[own]`, which autograd has to see;
+        """x [..., in] -> [..., out]. `weight` belongs to `group[own]`, which autograd has to see;
         with ZeRO-3 it is empty between the passes, so that nothing of it is saved."""
         ctx.save_for_backward(x)
         ctx.place = layers, group, own

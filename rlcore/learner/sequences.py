@@ -1,7 +1,7 @@
 """The sequences that the model is run over: tokens in order, and a mark on those that are scored.
-NumPy alone. Only this file decides how the log-probs of a response are computed: a `Reader` makes a
-sequence of each record, and packing, passes, losses and corrections see only its inputs, the
-positions that predict, and their targets. Models without exact log-probs have a reader of their own
+NumPy alone. Only this file decides how the log-probs of a response are computed. A `Reader` makes a
+sequence of each record. Packing, passes, losses and corrections see only its inputs, the positions
+that predict, and their targets. Models without exact log-probs have their own reader
 (`learner/protocols.py: LogProbEstimator`).
 """
 
@@ -22,7 +22,7 @@ class TokenSequence:
     """One sequence of the model: a record of an episode, or an example with its answer.
 
     Position i predicts token i + 1 where `sampled[i + 1]`; the last sampled token and what follows
-    it are no inputs. Raises ValueError if the first token is sampled: nothing predicts it.
+    it are not inputs. Raises ValueError if the first token is sampled: nothing predicts it.
 
     Example, an answer of two tokens: TokenSequence([5, 9, 4, 7], [0, 0, 1, 1])
     """

@@ -5,7 +5,7 @@ The sparse copy is theta's own tensors (shared and frozen, so always up to date)
 adapters, attending by the actors' rule. Its loss on the actor's own samples is PPO's against the
 actor's log-probs plus `kl_coef` times the reverse KL to the dense policy.
 
-The dense log-probs of the KL: at the first step of an update phase they are taken from the policy's
+The dense log-probs of the KL. At the first step of an update phase they are taken from the policy's
 own update (step 4), one optimizer step before the weights that the copy shares. At the later steps
 of a phase those belong to an older teacher, so k1, k3 and topk take a pass of theta as it is now;
 `full` always does.

@@ -1,4 +1,4 @@
-"""Settings of the learner and of what is trained beside the policy. No torch."""
+"""Settings of the learner and of what is trained with the policy. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LoraSpec(Spec):
     publish: Literal["merged", "adapter"] = setting(
         "merged",
         "what actors are sent: the sum of weights and adapter, or the adapter alone, which they "
-        "compute beside their own weights (less to send, slower to decode on CPU)",
+        "compute separately (less to send, slower to decode on CPU)",
     )
 
     def check(self, key: str) -> None:
@@ -64,7 +64,7 @@ class DistillSpec(Spec):
     kl: Literal["k1", "k3", "topk", "full"] = setting(
         "k3", "estimator of KL(sparse || dense) on the actors' samples"
     )
-    kl_coef: float = setting(1.0, "lambda: its weight beside the sparse policy loss", ge=0)
+    kl_coef: float = setting(1.0, "lambda: its weight, added to the sparse policy loss", ge=0)
     lr: float = setting(1e-3, "peak learning rate of the adapters", gt=0)
     lora: LoraSpec = LoraSpec()
 
@@ -82,7 +82,7 @@ class DraftLearnerSpec(Spec):
 
 
 class CriticSpec(ValueSpec):
-    """A model of values beside the policy, for `algorithm.advantage=gae`."""
+    """A model of values next to the policy, for `algorithm.advantage=gae`."""
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(
@@ -101,7 +101,7 @@ class CriticSpec(ValueSpec):
     kind: Literal["none", "value_head", "model"] = setting(
         "none",
         "value_head: a linear map of the policy's last hidden states, which do not learn from it; "
-        "model: a copy of the starting policy with such a head, trained whole or by adapters",
+        "model: the starting policy with such a head, trained whole or by adapters",
     )
     lr: float = setting(1e-4, "peak learning rate of the critic", gt=0)
     warmup_steps: int = setting(
@@ -189,9 +189,8 @@ class LearnerSpec(OptimizerSpec):
     )
     micro_batch_tokens: Literal["auto"] | int = setting(
         8192,
-        "most positions of a micro-batch, padding included; auto: as many as 512 MiB of "
-        "activations hold on CPU (1024 to 4096), 4 GiB on GPU (1024 to 16384), and padded rows "
-        "divided by their cost",
+        "most positions of a micro-batch, padding included; auto: what 512 MiB of activations hold "
+        "on CPU (1024 to 4096), 4 GiB on GPU (1024 to 16384)",
         unit="tokens",
     )
     layout: Literal["auto", "packed", "sorted"] = setting(
@@ -217,8 +216,8 @@ class LearnerSpec(OptimizerSpec):
     )
     fp8: Literal["none", "tensor", "row"] = setting(
         "none",
-        "linear maps of the layers multiply FP8 numbers, forward and backward, by torchao, with a "
-        "scale a tensor or a row (emulated on CPU); weights and optimizer stay as they are",
+        "linear maps multiply FP8 numbers, forward and backward, by torchao, with a scale a tensor "
+        "or a row (emulated on CPU); weights and optimizer stay as they are",
     )
     step_bound: float | None = setting(
         0.5,
@@ -243,7 +242,7 @@ class LearnerSpec(OptimizerSpec):
     )
     overlap_comm: bool | None = setting(
         None,
-        "ZeRO-3: gradients are reduced on a stream beside the backward pass; null: on GPUs",
+        "ZeRO-3: gradients are reduced on a second stream, during the backward pass; null: on GPUs",
     )
     ref_pass: Literal["auto", "always"] = setting(
         "auto", "auto: p_ref is p_new detached when both coincide"
@@ -262,9 +261,8 @@ class LearnerSpec(OptimizerSpec):
     draft: DraftLearnerSpec | None = None
     round_as: str | None = setting(
         None,
-        "label of an actor with rounded weights (actor.LABEL.rounding): forward passes round the "
-        "policy's weights as it does, gradients pass straight through, and what is trained stays "
-        "float32; null: weights as they are",
+        "label of an actor with rounded weights (actor.LABEL.rounding): forward passes round as it "
+        "does, gradients pass straight through, and float32 is trained; null: no rounding",
     )
     offload_while_sampling: bool = setting(
         False,

@@ -45,7 +45,7 @@ def load_split(path: str | Path, config: Any, split: Split, device: torch.device
     if found != expected:
         odd = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
         raise UnsplitNamesError(
-            f"the folder's weights are not those of {type(lm).__name__} by name: {odd[0]}"
+            f"the folder's weights do not belong to {type(lm).__name__} by name: {odd[0]}"
         )
     with _open_folder(path) as read:
         for name, p in lm.named_parameters():

@@ -24,7 +24,7 @@ def export_model(
 ) -> None:
     """Write whole weights, adapters merged, and what else the model folder `source` holds.
 
-    Adapters are written beside them as the PEFT folder `adapter`, on the model at `model_path`.
+    Adapters are written next to them as the PEFT folder `adapter`, on the model at `model_path`.
     Collective; rank 0 writes.
     """
     writes = is_first_rank()
@@ -89,8 +89,8 @@ class RankState:
         everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by Hugging Face name in `dtype`, one at a time, adapters merged, tied ones
-        once, or the factors of an adapter that is published alone; `only` those named, if any are.
-        On the CPU, or `on_device`, where training must wait.
+        once. Or the factors of an adapter that is published alone. `only` selects by name. On the
+        CPU, or `on_device`, where training must wait.
 
         `name`: one of `published`. Yields nothing on ranks other than 0, unless `everywhere`; all
         ranks must exhaust it.
@@ -176,8 +176,8 @@ class RankState:
         """Write a Hugging Face folder: merged weights as safetensors, and what else the model's
         folder holds.
 
-        Adapters are written beside them as a PEFT folder, `adapter`; each companion as a folder of
-        its own beneath, under its name.
+        Adapters are written next to them as a PEFT folder, `adapter`; each companion as a folder
+        beneath, under its name.
         """
         folder = Path(folder)
         path, lora = self.job.model_path, self.job.learner.lora

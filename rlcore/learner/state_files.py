@@ -1,7 +1,7 @@
 """Learner state on disk: safetensors files and a JSON index, without pickle.
 
 Every rank writes the part of each tensor that it holds, flattened, and the index says which entries
-are where: a state of four ranks at ZeRO-3 opens on one rank at ZeRO-1 as well, and each rank reads
+are where. A state of four ranks at ZeRO-3 opens on one rank at ZeRO-1 as well, and each rank reads
 only what it holds there. `join_state` makes a state of whole tensors of it.
 """
 

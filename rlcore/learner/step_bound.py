@@ -95,8 +95,8 @@ class BoundedSteps:
         schedule(partial(replace_file, folder / FILE, json.dumps(state)))
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`. Of a state that an earlier version has written, nothing is known:
-        steps before it count with the rate of the next one."""
+        """Continue from `save`. A state that an earlier version has written says nothing: steps
+        before it count with the rate of the next one."""
         file = folder / FILE
         if file.is_file():
             state = json.loads(file.read_text())

@@ -37,7 +37,7 @@ class StepLoss:
 
     @property
     def indicators(self) -> tuple[str, ...]:
-        """Names of the indicators that the policy loss returns, beside its ratio."""
+        """Names of the indicators that the policy loss returns with its ratio."""
         return tuple(self._policy.indicators)
 
     @property

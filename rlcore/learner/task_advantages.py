@@ -1,4 +1,4 @@
-"""The advantages of a step's tokens, where tasks may have an advantage of their own."""
+"""The advantages of a step's tokens, where tasks may have their own advantage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TaskAdvantages:
     """The advantage of each training task.
 
     Where there are several, statistics over a batch (`reinforce`, `reinforce_pp`) are over the
-    task's own episodes of the global batch: rewards of two tasks have neither a mean nor a scale in
+    task's own episodes of the global batch. Rewards of two tasks have neither a mean nor a scale in
     common, and a mean over both would reward every answer to the easier one. Statistics over a
     group are the same either way.
     """
@@ -123,7 +123,7 @@ class TaskAdvantages:
             return of(self._usual, values.new_ones(len(values), dtype=torch.bool))
         unknown = set(batch.tasks) - set(self._by_task)
         if unknown:
-            raise ValueError(f"episodes of {sorted(unknown)}, which is no task of this learner")
+            raise ValueError(f"episodes of {sorted(unknown)}, which is not a task of this learner")
         # Every rank goes through all tasks: statistics of the global batch are collective calls.
         for task, advantage in self._by_task.items():
             rows = torch.tensor([t == task for t in batch.tasks], dtype=torch.bool)

@@ -1,15 +1,15 @@
 """The teacher of a policy in the learner's ranks: its scores of a batch, and what the policy's loss
 and the metrics have of them.
 
-It is a frozen model (one a task, or one for all), the policy as it was some steps ago, the policy
-itself as the phase began, or an engine of its own, which has scored the records as they arrived. A
-context stands before an episode in the teacher's own pass only: `best`, an answer of the episode's
-group with a higher reward, behind the prompt; `feedback`, the episode's later observations, behind
-the prompt. An episode that has no such context, that would not fit, or that goes on in a further
-record has no teacher, and its tokens no distance.
+It is a frozen model (one a task, or one for all), the policy as it was some steps ago, or the
+policy itself as the phase began. Or it is an engine, which has scored the records as they arrived.
+A context stands before an episode in the teacher's own pass only. It is `best`, an answer of the
+episode's group with a higher reward, behind the prompt; `feedback`, the episode's later
+observations, behind the prompt. An episode that has no such context, that would not fit, or that
+goes on in a further record has no teacher, and its tokens no distance.
 
 Scores are taken once a phase, before its first step, as p_ref is: the teacher's likeliest tokens
-and the sampled one. With `top_k=null` the teacher's hidden states are taken beside each
+and the sampled one. With `top_k=null` the teacher's hidden states are taken with each
 differentiated pass instead, and the distance is over the whole vocabulary.
 """
 
@@ -54,7 +54,7 @@ class Teacher:
         policy: TrainEngine,
         reduce: Reduce,
     ) -> None:
-        """`models`: by task; "" is of all tasks that have none of their own."""
+        """`models`: by task; "" serves all other tasks."""
         self.spec = job.teacher
         self._models = models
         self._policy = policy
@@ -199,9 +199,9 @@ class Teacher:
     def _count(
         self, batch: StepBatch, mb: MicroBatch, distance: Tensor, same: Tensor, mask: Tensor
     ) -> None:
-        """Add a micro-batch's tokens: by quarter of their answer the count and the distance; then
-        agreements, the teacher's mass elsewhere, tokens with a teacher and all of the loss, and
-        episodes with a token that has none."""
+        """Add a micro-batch's tokens: by quarter of their answer the count and the distance. Then
+        come agreements, the teacher's mass elsewhere, tokens with a teacher and all of the loss,
+        and episodes with a token that has none."""
         scores, rows = _of(batch), mb.episodes
         kept = mask.bool()
         on = kept & scores.on[rows]
@@ -224,7 +224,7 @@ class Teacher:
         self._sums = added if self._sums is None else self._sums + added
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Of the tokens since the last call, over all ranks. Collective."""
+        """The metrics of the tokens since the last call, over all ranks. Collective."""
         empty = torch.zeros(2 * QUARTERS + 5, dtype=torch.float64, device=self._policy.device)
         own = empty if self._sums is None else self._sums
         sums = reduce(torch.cat([own, own.new_tensor([self._engine_seconds])])).tolist()

@@ -2,10 +2,10 @@
 every micro-batch.
 
 Two ways lead to the same gradient. Where corrections need the whole batch first and it takes
-several micro-batches, p_ref (and p_new) is computed by a pass of its own. Where one micro-batch is
-the whole share, or each episode is corrected by its own tokens, or all passes are kept for their
-backward passes (`KeptPasses`), both come from what is differentiated (p_ref only if the phase
-is one step).
+several micro-batches, p_ref (and p_new) is computed by a separate pass. Where one micro-batch is
+the whole share, or each episode is corrected by its own tokens, both come from what is
+differentiated. So they do where all passes are kept for their backward passes (`KeptPasses`): both
+come from what is differentiated (p_ref only if the phase is one step).
 
 Where no advantage of any rank differs from 0, the backward passes whose loss has slope 0 at every
 score are left out. The optimizer step is taken all the same: moments and weight decay still move
@@ -95,7 +95,7 @@ class Update:
         teacher: Teacher | None = None,
     ) -> None:
         """`frozen`: the starting policy, required where the objective has a KL term. `shadows`:
-        lists whose weights are measured beside. `critic`: the source of advantages where they are
+        lists whose weights are only measured. `critic`: the source of advantages where they are
         computed from values. `teacher`: has scored each batch before `prepare`."""
         self.critic = critic
         self.teacher = teacher
@@ -184,7 +184,7 @@ class Update:
     @property
     def _apart(self) -> bool:
         """True if corrections may see one micro-batch at a time. p_new is p_ref, so `needs.new`
-        needs no pass of its own."""
+        needs no further pass."""
         alone = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
         return alone and not self._objective.kl_in_reward and self.critic is None
 
@@ -376,8 +376,8 @@ class Update:
     def _flat(
         self, shared: _Shared, mb: MicroBatch, forward: Forward, corrected: Corrected
     ) -> bool:
-        """Return whether the loss has slope 0 at every score of this micro-batch, and of those of
-        other ranks: its gradient is then 0. Collective."""
+        """Return whether the loss has slope 0 at every score of this micro-batch, and of other
+        ranks': its gradient is then 0. Collective."""
         moves = torch.zeros((), device=self.engine.device)
         if len(mb.episodes):
             scores, kl = forward
@@ -433,8 +433,8 @@ class Update:
         tokens: LossTensors,
         corrected: Corrected,
     ) -> Tensor | None:
-        """Distance to the teacher [b, T] as the loss takes it: that of a state as the full KL is,
-        what is estimated from the sampled token by the token's ratio."""
+        """Distance to the teacher [b, T] as the loss takes it: a state's distance like the full KL,
+        an estimate from the sampled token by the token's ratio."""
         (_, pair), teacher = forward, self.teacher
         if teacher is None or pair is None:
             return None
@@ -487,8 +487,8 @@ class Update:
         return self._snapped(self.advantages.over_tokens(batch, self.reduce, penalty))
 
     def _snapped(self, advantages: Tensor) -> Tensor:
-        """Advantages that are 0 up to rounding, beside the largest of the step, as 0: corrections
-        ask for their sign. Collective."""
+        """Advantages that are 0 up to rounding, relative to the largest of the step, as 0:
+        corrections ask for their sign. Collective."""
         largest = advantages.abs().amax() if advantages.numel() else advantages.new_zeros(())
         return snapped(advantages, float(self.reduce.max(largest)))
 

@@ -128,7 +128,7 @@ class Assignments:
         process.work.put(lambda: ask(member, process, lambda client: client.abort(ids)))
 
     def take_waiting(self) -> Reassignments:
-        """Groups that wait for a member and that one could take now; each is returned once."""
+        """Groups without a member that one could take now; each is returned once."""
         if not self._roster.waiting:
             return Reassignments()
         rotation, waiting = self._roster.rotation(), self._roster.waiting

@@ -1,4 +1,4 @@
-"""The batches of an update phase, gathered beside the training of the one before."""
+"""The batches of an update phase, gathered while the one before trains."""
 
 from __future__ import annotations
 

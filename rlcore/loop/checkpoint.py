@@ -170,7 +170,7 @@ def sweep(root: Path) -> str:
 
 def _all(root: Path) -> list[Path]:
     """Finished checkpoints in the order of their steps. Other names are left alone: a user may keep
-    a copy beside them."""
+    a copy next to them."""
     found = (p for p in root.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir())
     return sorted(found, key=step_of)
 
@@ -252,10 +252,10 @@ def _newest(root: Path, note: Callable[[str], None]) -> tuple[Path | None, dict[
 def resume_from(root: Path, note: Callable[[str], None]) -> Path | None:
     """The checkpoint that a run continues from; None if it has written none yet.
 
-    Newer ones that cannot be used are renamed to `.damaged-*`, and those of another version of
-    rlcore to `.other-version-*`, so that they do not count as checkpoints; the next start removes
-    the damaged ones. Raises UserError if there are checkpoints and none can be used: continuing
-    would start from the beginning and discard the run's records.
+    Newer ones that cannot be used are renamed to `.damaged-*`. Checkpoints of another version of
+    rlcore are renamed to `.other-version-*`, so that they do not count as checkpoints; the next
+    start removes the damaged ones. Raises UserError if there are checkpoints and none can be used:
+    continuing would start from the beginning and discard the run's records.
     """
     found, aside = _newest(root, note)
     if found is None and aside:

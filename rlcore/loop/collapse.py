@@ -1,9 +1,9 @@
 """The loop's answer to a policy that is being lost (`schedule.on_collapse`), decided by the rules
 that speak of each row.
 
-A policy has collapsed where its rewards have fallen and its samples are far from it: a task that
+A policy has collapsed where its rewards have fallen and its samples are far from it. A task that
 became harder, or samples that are merely old, show one of the two. hold: nothing that was sampled
-before is trained on; rollback and stop: the attempt ends with `Collapsed`, and who started it goes
+before is trained on. rollback and stop: the attempt ends with `Collapsed`, and who started it goes
 on from the newest checkpoint of before the first alarm, or not.
 """
 

@@ -11,8 +11,8 @@
 
 Schedules are settings of this one loop: H = steps_per_publish, eta = max_staleness, on_publish, and
 the update phases, M = steps_per_phase and E = epochs. A phase gathers M batches, has p_ref computed
-for them and takes M*E steps. A schedule with eta = 0 is synchronous: prompts are admitted in waves
-when nothing is in flight, and a publish is awaited before the next wave, so that a run depends on
+for them and takes M*E steps. A schedule with eta = 0 is synchronous. Prompts are admitted in waves
+when nothing is in flight, and a publish is awaited before the next wave. So a run depends on
 nothing but its seed.
 """
 
@@ -363,7 +363,7 @@ class Controller:
         in flight at a resume.
 
         A synchronous resume in the middle of a phase publishes the weights that the phase began
-        with: evaluations and repeated samples must come from the version that sampled the rest of
+        with. Evaluations and repeated samples must come from the version that sampled the rest of
         the phase (where several phases share a publish, from a later one). Otherwise newer versions
         may have been published meanwhile, which groups in flight were admitted at, and the
         learner's own weights are published.
@@ -513,8 +513,8 @@ class Controller:
         )
 
     async def _checkpoint_if_due(self) -> None:
-        """Training does not wait for a slow disk: a checkpoint that is due by time is taken when
-        the one before is written, one that is due by steps is left out."""
+        """Training does not wait for a slow disk. A checkpoint that is due by time is taken when
+        the one before is written; one that is due by steps is left out."""
         pace, step, saver = self._pace, self.progress.step, self._parts.saver
         by_steps = pace.due_by_steps(step)
         if not by_steps and not pace.due_by_time():

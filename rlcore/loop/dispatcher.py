@@ -306,7 +306,8 @@ class Dispatcher:
 
     async def note_failed_scores(self) -> None:
         """Note the first sample that could not be scored, and then each tenfold number of them,
-        with the last reason. Raises StageError where the run's first samples all fail alike."""
+        with the last reason. Raises StageError where the run's first samples fail for one
+        reason."""
         failed, alike, sentence = await self._buffer.failed_scores()
         if 0 < self._plan.supervision.first_failures <= alike:
             raise StageError(

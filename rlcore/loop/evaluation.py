@@ -303,7 +303,7 @@ def majority(answers: Sequence[Judged]) -> float:
 
 def effective_size(prompts: Sequence[Sequence[float]]) -> float:
     """The number of independent answers whose share of correct ones would have the standard error
-    of these values, clustered by prompt: p (1 - p) / error^2, at most one a value.
+    of these values, clustered by prompt. It is p (1 - p) / error^2, at most one a value.
 
     Where all are right or all wrong there is no error to tell from, and each prompt counts once.
     """

@@ -154,9 +154,8 @@ class Fleet:
     def resize(self, counts: Mapping[str, int]) -> None:
         """Give the fleet `counts` members of each label named. The run continues meanwhile.
 
-        New members enter the rotation when they hold the newest weights; groups of removed ones
-        are lost and assigned again. Raises UserError for an unknown label or a fleet without
-        members.
+        New members enter the rotation when they hold the newest weights; groups of removed ones are
+        lost and assigned again. Raises UserError for an unknown label or a fleet without members.
         """
         self._check_counts(counts)
         if self._tied is not None and any(len(self._roster.of(n)) != c for n, c in counts.items()):

@@ -86,8 +86,9 @@ class WeightLoading:
         self.precise_layers: Mapping[str, int] = {}
 
     async def publish(self, publication: Publication, ask: Ask) -> dict[str, float]:
-        """Have every member load the new weights, and return when they are proven on all but those
-        that the run does not wait for: silent ones, and stragglers when generation is asynchronous.
+        """Have every member load the new weights, and return when they are proven on all that the
+        run waits for. It does not wait for silent ones, nor for stragglers when generation is
+        asynchronous.
 
         A member gets no group before it holds the weights; one that fails to prove their arrival is
         replaced. Returns the slowest member's seconds, in parts.

@@ -221,7 +221,7 @@ class Workload:
     @contextmanager
     def choosing(self, able: Callable[[Member], bool]) -> Iterator[Choose]:
         """A function that gives the least loaded of the `able` members that serve a group, have one
-        of some labels and do not hold it, ties by order; None if there is none.
+        of some labels and do not hold it. Ties go by order; None if there is none.
 
         The able members must not change meanwhile: the others are passed over once, not for every
         group.
@@ -274,7 +274,7 @@ class Workload:
 
 
 class Roster:
-    """All members in the order in which they came, and the groups that wait for one."""
+    """All members in the order in which they came, and the groups without one."""
 
     def __init__(self, pools: Sequence[ActorPool]) -> None:
         self.pools = {p.label: replace(p, place=i) for i, p in enumerate(pools, 1)}

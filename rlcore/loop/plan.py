@@ -79,7 +79,7 @@ class Plan:
         """Raises UserError for a schedule that a checkpoint's run cannot go on with.
 
         Its batches and the groups that it has admitted are counted by its epochs. The rest of a
-        phase trains on groups that were chosen by the staleness bound of before; and a synchronous
+        phase trains on groups that were chosen by the staleness bound of before. And a synchronous
         run publishes the phase's first weights again, which groups in flight may be newer than.
         """
         before, now = Phases(progress.phase_batches, progress.phase_epochs), self.phases

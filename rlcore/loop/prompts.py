@@ -49,7 +49,7 @@ class TaskOrder:
 
 
 class Mixture:
-    """Walks several tasks, each by a cursor of its own."""
+    """Walks several tasks, each by its own cursor."""
 
     def __init__(
         self, sources: Mapping[str, PromptSource], weights: Mapping[str, float], *, run_seed: int

@@ -63,8 +63,8 @@ def waits_for(what: str) -> Callable[[Method], Method]:
 
 def derived(protocol: type) -> Callable[[Client], Client]:
     """Give a client every method of `protocol` that declares what it waits for and that the client
-    does not write itself: it awaits `self._forward(name, what, args, given)`, the call of the
-    process's method of that name. Raises TypeError for a method that is neither."""
+    does not write itself. The method awaits `self._forward(name, what, args, given)`, the call of
+    the process's method of that name. Raises TypeError for a method that is neither."""
 
     def forwarding(declared: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(declared)
@@ -159,8 +159,8 @@ class BufferClient(Protocol):
 
     @waits_for("giving up all samples")
     async def give_up(self, reason: str) -> int:
-        """Evict all groups that no step was trained on, those of batches that were taken
-        included; their number."""
+        """Evict all groups that no step was trained on, also in batches that were taken; their
+        number."""
 
     @waits_for("the buffer's state")
     async def waiting_for(self, step: int) -> str:
@@ -176,11 +176,11 @@ class BufferClient(Protocol):
 
     async def save(self, folder: str, *, timeout_s: float) -> None:
         """Write the snapshot while the run continues. Raises DeadlineExceeded after `timeout_s`:
-        the disk is slow, which is no fault of the buffer."""
+        the disk is slow, which is not a fault of the buffer."""
 
 
 class LearnerClient(Protocol):
-    """The ranks of the policy's learner, and those of companions with ranks of their own."""
+    """The ranks of the policy's learner, and the ranks of companions."""
 
     async def fetch(self, batches: Mapping[int, Batch]) -> None:
         """Have the ranks fetch their shares of these steps' batches, in parallel to computing."""
@@ -229,7 +229,7 @@ class LearnerClient(Protocol):
 
     async def saved(self, *, timeout_s: float) -> None:
         """Return when the state of the last `save` is written. Raises DeadlineExceeded after
-        `timeout_s`: the disk is slow, which is no fault of the ranks."""
+        `timeout_s`: the disk is slow, which is not a fault of the ranks."""
 
 
 class ActorClient(Protocol):
@@ -274,10 +274,10 @@ class ActorClient(Protocol):
         return {}
 
     async def status(self) -> dict[str, Any]:
-        """A heartbeat. The loop reads: "error" (None, or what ended the engine),
-        "heartbeat_age_s" (seconds since the engine's thread last turned), "pid", "steps", "busy_s"
-        (seconds inside engine steps), "decoding_s" (request id -> seconds, of those that have
-        sampled a token) and, if there, "costs" (of an engine step, seconds by name), "proposed" and
+        """A heartbeat. The loop reads "error" (None, or what ended the engine), "heartbeat_age_s"
+        (seconds since the engine's thread last turned), "pid", "steps" and "busy_s" (seconds inside
+        engine steps). It also reads "decoding_s" (request id -> seconds, once it has sampled a
+        token). If there, it reads "costs" (of an engine step, seconds by name), "proposed" and
         "accepted" (tokens, of another model)."""
 
     def kill(self) -> None:

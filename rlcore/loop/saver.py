@@ -29,8 +29,8 @@ POLL_S = 0.02
 
 
 class Disk(Executor):
-    """Runs each job in a thread of its own that ends with the process: unlike those of a thread
-    pool, one that hangs keeps neither later jobs nor the exit waiting."""
+    """Runs each job in its own thread that ends with the process: unlike in a thread pool, one that
+    hangs keeps neither later jobs nor the exit waiting."""
 
     def __init__(self) -> None:
         self._running = 0

@@ -15,10 +15,10 @@ class KindShares:
     """Decides at admission which kind samples a group, and remembers it until the group has landed.
 
     A share says which part of the groups that are admitted at a step a kind samples, with mixed
-    groups which part of the samples. A kind's shortfall is carried over to the next choice, so that
-    the number of groups of a kind never differs from the sum of its shares by one or more where
-    there are two kinds, whatever the schedule. Kinds without a share divide the rest by load, with
-    mixed groups in proportion to their engines. Nothing is drawn at random.
+    groups which part of the samples. A kind's shortfall is carried over to the next choice. So
+    where there are two kinds, the number of groups of a kind never differs from the sum of its
+    shares by one or more, whatever the schedule. Kinds without a share divide the rest by load,
+    with mixed groups in proportion to their engines. Nothing is drawn at random.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ def most_shares(shares: Sequence[ShareSpec]) -> tuple[float, float]:
 def worth(
     metrics: Mapping[str, float], busy_s: Mapping[str, float], cost: Mapping[str, float]
 ) -> dict[str, float]:
-    """`worth/*` of each kind of actors of a run with several: effective tokens of a step (those
-    trained on, times their effective sample size and the share that corrections keep) for each
-    second in its engines' steps, and for each unit of money.
+    """`worth/*` of each kind of actors of a run with several: effective tokens of a step for each
+    second in its engines' steps, and for each unit of money. Effective tokens are the trained
+    tokens, times their effective sample size and the share that corrections keep.
 
     `busy_s`: seconds by label; `cost`: money by label, of kinds with a price. Where samples wait,
     tokens of one step were drawn during others: means over steps say what a kind is worth.
@@ -156,8 +156,8 @@ def best_mix(kinds: Mapping[str, KindRate], most_below: float) -> Mix | None:
     most `most_below`; None where no kind meets that bound.
 
     With shares x of the tokens, which add up to 1, it maximises sum x e / sum x/r under sum x b <=
-    most_below: a ratio of linear functions over a polytope with one such bound, so that one kind,
-    or two with the bound tight, are best. The 5th percentile of all tokens is the tolerated
+    most_below. This is a ratio of linear functions over a polytope with one such bound. So one
+    kind, or two with the bound tight, are best. The 5th percentile of all tokens is the tolerated
     agreement exactly where a twentieth of them is below it.
     """
     candidates = [{label: 1.0} for label, k in kinds.items() if k.below <= most_below]

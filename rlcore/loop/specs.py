@@ -61,10 +61,9 @@ class TargetSpec(Spec):
     )
     moves: Literal["staleness", "pages", "layers", "share"] = setting(
         "staleness",
-        "staleness: that admission allows, up to schedule.max_staleness; pages: sparse."
-        "blocks_by_length of sparse actors, each by the tokens of its positions; layers: "
-        "precise_layers of actors with rounded weights, with publications; share: of new groups, "
-        " below actor.LABEL.share, by the statistic of all tokens",
+        "staleness: up to schedule.max_staleness; pages: sparse.blocks_by_length, each by the "
+        "tokens of its positions; layers: precise_layers, with publications; share: of new "
+        "groups, below actor.LABEL.share, by all tokens",
     )
     value: float = setting(0.86, "of the statistic", gt=0, lt=1)
     least: float | None = setting(
@@ -120,9 +119,9 @@ class ScheduleSpec(BatchingSpec):
     )
     on_collapse: Literal["hold", "rollback", "stop", "off"] = setting(
         "hold",
-        "when rewards have fallen and samples are far from the policy (logging.warnings.fallen and "
-        "answer_kl): hold gives up what was sampled; rollback goes on from the newest checkpoint "
-        "before the first alarm with half learner.lr; stop ends the run, exit code 4; off: nothing",
+        "when logging.warnings.fallen and answer_kl speak: hold gives up what was sampled; "
+        "rollback goes on from the newest checkpoint before them with half learner.lr; stop: exit "
+        "code 4",
     )
     max_rollbacks: int = setting(3, "on_collapse=rollback: times in a run; then it stops", ge=0)
     wait_data_timeout_s: float = setting(
@@ -204,7 +203,7 @@ class SupervisionSpec(Spec):
 
 
 class EvaluatedTaskSpec(EvalTaskSpec):
-    """A task that is only evaluated, and how; where a setting is null, that of `evaluation` holds.
+    """A task that is only evaluated, and how; where a setting is null, `evaluation` holds.
 
     Example: EvaluatedTaskSpec(name="math", samples=16, temperature=0.6, top_p=0.95, greedy=False)
     """
@@ -258,8 +257,7 @@ class EvaluationSpec(Spec):
     timeout_s: float = setting(600.0, "deadline of an evaluation", unit="s", gt=0)
     dense_actor: bool | None = setting(
         None,
-        "evaluate the policy on a plain, dense engine of its own; null: only where actors are "
-        "drafts",
+        "evaluate the policy on a separate plain, dense engine; null: only where actors are drafts",
     )
     actors: tuple[str, ...] = setting(
         (), "labels of actors that are evaluated, too, as eval/TASK@LABEL"
@@ -299,7 +297,7 @@ class CheckpointSpec(Spec):
     every: int = setting(0, "steps between checkpoints; 0: none by steps", ge=0)
     every_s: float = setting(
         600.0,
-        "time between checkpoints, taken after the step that passes it, beside those of `every`; "
+        "time between checkpoints, taken after the step that passes it, in addition to `every`; "
         "longer where they would cost more than 2 % of the run; 0: none by time",
         unit="s",
         ge=0,

@@ -20,7 +20,7 @@ from rlcore.loop.timing import TurnLimit, now
 
 
 class Replacements:
-    """Starts processes and waits for them, each in a task of its own."""
+    """Starts processes and waits for them, each in a separate task."""
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ class SetPoints:
     """The targets of a run's kinds, and the values that they have moved: admitted staleness, pages
     by position, layers that stay precise, and shares of new groups.
 
-    A share follows the statistic of all tokens, the other values the statistic of their own kind. A
+    A share follows the statistic of all tokens, the other values their own kind's. A
     step without a token of a kind moves nothing. Lowering the staleness discards nothing: groups
     that were admitted keep their deadlines; among several targets the least value is in force.
     Requests keep the pages that they were sent with, layers change with a publication, and shares
@@ -210,7 +210,7 @@ class SetPoints:
         """The agreement of a step as it would be with a given value of what the target moves.
 
         A bound of the staleness shows in the tokens that are trained on only as many steps later as
-        it allows: a controller that compared the measured agreement with its target would have
+        it allows. A controller that compared the measured agreement with its target would have
         moved on by then, and swing from bound to bound. So |log r| counts as proportional to the
         age, which was `oldest` at most. All else acts at once.
         """
@@ -220,8 +220,8 @@ class SetPoints:
         return lambda staleness: float(found ** ((self._own_age + staleness) / age))
 
     def _rule(self, label: str) -> PageRule:
-        """The rule in force with the pages as they stand: those of a stretch are never fewer than
-        of one before."""
+        """The rule in force with the pages as they stand: a stretch never has fewer than one
+        before."""
         rule = self._rules[label]
         if self._targets[label].moves != "pages":
             return rule

@@ -39,7 +39,7 @@ LINE, BETWEEN = 120, "  "  # characters of a step's line, and what is between it
 
 
 def wide_console(columns: int = PIPED) -> Console:
-    """A console for tables. A pipe or a file has no width of its own, and rich's 80 columns would
+    """A console for tables. A pipe or a file has no width, and rich's 80 columns would
     break words: lines have up to `columns` there, unless COLUMNS says otherwise."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -250,7 +250,7 @@ def comparison(before: Decoded, after: Decoded) -> RenderableType:
 
 
 def _reference(sample: Decoded) -> str:
-    """The reference answer, or its last line where it is long, as that of a worked solution."""
+    """The reference answer, or its last line where it is long, as with a worked solution."""
     text = str(sample.get("reference") or "").strip()
     return text if len(text) <= LINE else text.splitlines()[-1][-LINE:]
 

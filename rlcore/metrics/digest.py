@@ -77,7 +77,7 @@ def by_kind(row: Row) -> dict[str, dict[str, float | int | None]]:
 
 
 def partial_rewards(found: Mapping[str, float | int | None]) -> set[str]:
-    """Of an evaluation, the mean rewards that differ from the accuracy of the same answers: the
+    """An evaluation's mean rewards that differ from the accuracy of the same answers: the
     task gives partial rewards to wrong answers."""
     differing = set()
     for name, reward in found.items():

@@ -1,7 +1,7 @@
 """The health of a run, from its rows alone: rows in, alarms and a verdict out. Each rule warns once
 a run.
 
-A run is healthy if no rule has spoken and each had enough to judge, those of the machine's speed
+A run is healthy if no rule has spoken and each had enough to judge, rules of the machine's speed
 apart; with less, the verdict says what was seen.
 """
 

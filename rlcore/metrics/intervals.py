@@ -38,8 +38,8 @@ def t_interval(values: Sequence[float], ci: float) -> Interval:
 
 
 def welch(first: Sequence[float], second: Sequence[float], ci: float) -> Interval:
-    """The mean of `second` less that of `first`, with Welch's interval for unequal variances; n is
-    the smaller number of values."""
+    """The mean of `second` less the mean of `first`, with Welch's interval for unequal variances; n
+    is the smaller number of values."""
     difference, n = fmean(second) - fmean(first), min(len(first), len(second))
     if n < 2:
         return Interval(difference, None, None, n)
@@ -85,7 +85,7 @@ def share_difference(
     second: tuple[Sequence[float], Sequence[float | None]],
     ci: float,
 ) -> Interval:
-    """The mean of the second shares less that of the first: Welch's interval over runs, and at
+    """The mean of the second shares less the first's: Welch's interval over runs, and at
     least Newcombe's (1998, method 10) of the answers. Each is (a share of each run, its sizes)."""
     over = welch(first[0], second[0], ci)
     if not all(size for _, sizes in (first, second) for size in sizes):
@@ -98,7 +98,7 @@ def share_difference(
 
 
 def _around(mean: float, found: Sequence[Interval], bounds: tuple[float, float]) -> Interval:
-    """The smallest interval within bounds that holds those of `found` that are known."""
+    """The smallest interval within bounds that holds the known ones of `found`."""
     lows = [i.low for i in found if i.low is not None]
     highs = [i.high for i in found if i.high is not None]
     low, high = max(min(lows), bounds[0]), min(max(highs), bounds[1])
@@ -107,8 +107,9 @@ def _around(mean: float, found: Sequence[Interval], bounds: tuple[float, float])
 
 @lru_cache
 def t_quantile(probability: float, freedom: float) -> float:
-    """The quantile, above 0.5, of Student's t with `freedom` > 0 degrees: by bisection of P(|T| >
-    t) = I_x(freedom/2, 1/2), x = freedom/(freedom + t^2) (Abramowitz and Stegun 26.7.1, 26.5.2)."""
+    """The quantile, above 0.5, of Student's t with `freedom` > 0 degrees. It is found by bisection
+    of P(|T| > t) = I_x(freedom/2, 1/2), x = freedom/(freedom + t^2) (Abramowitz and Stegun 26.7.1,
+    26.5.2)."""
     from mpmath import betainc
 
     def beyond(t: float) -> float:

@@ -41,8 +41,8 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
         "shadow/<list>/cosine",
         "1",
-        "`correction.shadow`: cosine of the advantages as a list weighs them with those of the "
-        "executed weights",
+        "`correction.shadow`: cosine of the advantages by a list's weights and by the executed "
+        "weights",
     ),
     Metric(
         "correction/kept_share",
@@ -73,7 +73,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         healthy="below 0.1",
         otherwise="the term is off by up to twice that: raise `rollout.logprobs_k`",
     ),
-    Metric("correction/<name>/<statistic>", "1", "a statistic of a correction of your own"),
+    Metric("correction/<name>/<statistic>", "1", "a statistic that your correction reports"),
     Metric(
         "loss/policy",
         "1",
@@ -276,7 +276,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         Metric(
             f"teacher/divergence_quarter_{n}",
             "nats",
-            f"the same of the {name} quarter of each answer's tokens",
+            f"the same for the {name} quarter of each answer's tokens",
         )
         for n, name in enumerate(("first", "second", "third", "last"), 1)
     ),

@@ -3,10 +3,11 @@
 {"time": "2026-01-31T12:00:05.250Z", "role": "driver", "level": "info", "event": "note",
 "text": "continuing from step_000005"}
 
-`event` is "note", "alarm" (a warning; also with its `rule` and `step`), "step_bound" (that it
-shortens steps; with its `step`), "activity", "step" (the console's line of it), "failed" (with its
-traceback) or "stderr" (what a process of the run wrote there; `role` is its name and process id).
-`level` is "error" of what ended the run alone: libraries write progress to standard error, too.
+`event` is "note", "activity", "step" (the console's line of it), or "failed" (with its traceback).
+Or it is "alarm" (a warning; also with its `rule` and `step`) or "step_bound" (that it shortens
+steps; with its `step`). "stderr" is what a process of the run wrote there; `role` is its name and
+process id. `level` is "error" of what ended the run alone: libraries write progress to standard
+error, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Level = Literal["info", "warning", "error"]
 
 
 class LogSink(Sink):
-    """Appends to log.jsonl, and begins it anew at MOST bytes; the previous file is kept beside
+    """Appends to log.jsonl, and begins it anew at MOST bytes; the previous file is kept next to
     it."""
 
     title = NAME
@@ -102,7 +103,7 @@ class LogSink(Sink):
 
 def read_log(run_dir: Path, after: int = 0) -> tuple[list[dict[str, Any]], int]:
     """(entries of log.jsonl beyond `after` bytes, where they end). A file that was begun anew is
-    read from its beginning; a line that is no entry is left out."""
+    read from its beginning; a line that is not an entry is left out."""
     try:
         with (run_dir / NAME).open("rb") as file:
             size = file.seek(0, 2)

@@ -275,7 +275,7 @@ def open_logger(
 
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
     `health`: judges the rows; None: the run does not warn. `guard`: raises OwnershipLost once the
-    directory is another command's. A live console falls back to plain where the output is no
+    directory is another command's. A live console falls back to plain where the output is not a
     terminal. Raises UserError when W&B refuses to start or is wanted and not installed, the
     Prometheus port is taken, or metrics.jsonl is damaged.
     """

@@ -100,7 +100,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "mismatch/drift",
         "share",
         "length of (p_inf - p_ref) E[A | state], which moves a policy where nothing is learned, "
-        "over that of the centred gradient; of some eight steps",
+        "over the centred gradient's; over eight steps",
         healthy="below 0.1",
         otherwise="[centre](corrections/centre.md)",
     ),
@@ -152,8 +152,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "mismatch/n_star",
         "answers",
         "N*: answers, of groups whose rewards differ, above which correcting pays: mismatch/"
-        "variance_added over mismatch/bias2, in the first 8 steps mixed with the typical N*; left "
-        "out where no bias is seen",
+        "variance_added over mismatch/bias2; left out where no bias is seen",
         healthy="above the run's answers a step: no correction is needed",
         otherwise="[which one](corrections/index.md#which-one)",
     ),
@@ -286,7 +285,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "step_bound/answer_kl",
         "nats",
         "D: KL of an answer, of at most 128 tokens, from its actors' policy to the learner's, "
-        "above what fresh tokens have: what the steps since then have done to the policy",
+        "above what fresh tokens have",
         healthy="below 0.3; from 1.5 on runs lose their policy",
         otherwise="lower `learner.lr` or `schedule.max_staleness`",
     ),

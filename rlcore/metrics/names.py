@@ -53,7 +53,7 @@ def split_kind(name: str) -> tuple[str, str]:
 
 
 def split_row(row: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """The columns of metrics.jsonl and those of details.jsonl; both have the step."""
+    """The columns of metrics.jsonl and of details.jsonl; both have the step."""
     brief: dict[str, Value] = {}
     details = {"step": row["step"]} if "step" in row else {}
     for name, value in row.items():

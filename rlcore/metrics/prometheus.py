@@ -27,7 +27,7 @@ ACTOR_GAUGES = {
     "version": "version of the weights that the actor serves (steps)",
     "groups": "groups assigned to the actor (groups)",
     "running": "requests that the actor's engine decodes (requests)",
-    "waiting": "requests that wait in the actor's engine (requests)",
+    "waiting": "requests queued in the actor's engine (requests)",
     "heartbeat_age_s": "since the actor's engine thread last turned (s)",
 }
 
@@ -206,7 +206,7 @@ class PrometheusSink(Sink):
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise UserError for an address that cannot be listened on; port 0 is no endpoint."""
+    """Raise UserError for an address that cannot be listened on; port 0 is not an endpoint."""
     if not port:
         return
     try:

@@ -49,7 +49,7 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
         "oldest version that sampled a token of this row's evaluation",
         "last",
         healthy="near the row's step",
-        otherwise="evaluations run beside training",
+        otherwise="evaluations run during training",
     ),
     Metric(
         "eval/version_span",

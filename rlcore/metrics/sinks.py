@@ -61,7 +61,7 @@ class Sink(ABC):
         self.note(f"warning: {alarm.text}")
 
     def told(self, event: str, step: int, text: str) -> None:
-        """A finding about the row of a step that is no warning, after that row."""
+        """A finding about the row of a step that is not a warning, after that row."""
         self.note(text)
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
@@ -250,12 +250,12 @@ def wandb_mode(spec: LoggingSpec) -> Literal["offline", "online", "disabled"]:
 
 
 class WandbSink(Sink):
-    """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
-    that a later sync joins its parts, unless rows were cut from metrics.jsonl: it then gets another
-    id and its rows from the first on. Samples are tables, `samples/training` and
-    `samples/<evaluation>`; W&B adds metrics of the machine.
+    """W&B into RUN_DIR/wandb, silently. Offline needs no account. A resumed run keeps its id, so
+    that a later sync joins its parts. If rows were cut from metrics.jsonl, it gets another id and
+    its rows from the first on. Samples are tables, `samples/training` and `samples/<evaluation>`;
+    W&B adds metrics of the machine.
 
-    Its service is a process of its own, which may die or hang as any other. Offline it starts while
+    Its service is its own process, which may die or hang as any other. Offline it starts while
     the caller goes on: its package takes more than a second. Raises UserError when W&B refuses mode
     online (without an account or a network), or is missing.
     """
@@ -289,8 +289,8 @@ class WandbSink(Sink):
             self._calls.put(start)
 
     def resume_at(self, step: int) -> None:
-        """W&B's steps only rise: rows that come again would be dropped there, and those of the lost
-        steps stay. So they begin another run of W&B, with the rows of metrics.jsonl up to here."""
+        """W&B's steps only rise: rows that come again would be dropped there, and the lost steps'
+        rows stay. So they begin another run of W&B, with the rows of metrics.jsonl up to here."""
         if self._logged <= step:
             return
         self._id_file.write_text(secrets.token_hex(4))

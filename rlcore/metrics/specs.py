@@ -11,13 +11,13 @@ class WarningsSpec(Spec):
     """The bounds beyond which a run warns, once each, that something is likely to be wrong
     (`metrics/rules/`), by the newest steps or by a window of them.
 
-    Bounds are off at 0; those of shares that should be small, at 1.
+    Bounds are off at 0; bounds of shares that should be small, at 1.
     """
 
     window: int = setting(20, "steps that slow rules judge by", unit="steps", gt=0)
     answer_kl: float = setting(
         2.0,
-        "warn of samples further from the policy, in 2 of 3 steps: k3 above that of fresh samples "
+        "warn of samples further from the policy, in 2 of 3 steps: k3 above fresh samples' k3, "
         "times the tokens of an answer, at most 128",
         unit="nats",
         ge=0,
@@ -40,7 +40,7 @@ class WarningsSpec(Spec):
     )
     entropy: float = setting(0.01, "warn of an entropy below in 3 steps", unit="nats", ge=0)
     entropy_rise: float = setting(
-        4.0, "warn of an entropy above so many times that of the first 3 steps, without gain", ge=0
+        4.0, "warn of an entropy above so many times the first 3 steps', without gain", ge=0
     )
     length: float = setting(
         0.2, "warn of answers below this share of the first 3 steps' length, without gain", ge=0
@@ -56,7 +56,7 @@ class WarningsSpec(Spec):
         le=1,
     )
     learner_idle: float = setting(
-        0.75, "warn of a learner that waits for data for a larger share of the time", ge=0, le=1
+        0.75, "warn of a learner idle for want of data for a larger share of the time", ge=0, le=1
     )
     engine_idle: float = setting(
         0.5, "warn of engines that do not decode for a larger share of the time", ge=0, le=1
@@ -132,7 +132,7 @@ class LoggingSpec(Spec):
     detail: Literal["full", "brief"] = setting(
         "full",
         "full: percentiles, parts of times and of the mismatch go to details.jsonl and to every "
-        "tracker, beside the columns of metrics.jsonl; brief: nowhere",
+        "tracker; brief: nowhere",
     )
     report: bool = setting(True, "write report.html at the end")
     warnings: WarningsSpec = WarningsSpec()

@@ -1,5 +1,5 @@
-"""How long the steps of a run may be, from its rows alone: kappa, the largest learning rate at each
-staleness, and what is said while the step bound shortens steps (docs/step_bound.md)."""
+"""How long the steps of a run may be, from its rows alone: kappa and the largest learning rate at
+each staleness. Also what is said while the step bound shortens steps (docs/step_bound.md)."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
     Metric(
         "environment/waiting",
         "episodes",
-        "that wait for a place",
+        "waiting for a place",
         "last",
         healthy="0, unless the engines are busy",
         otherwise="raise `environment.concurrency`, if the environments' processes have the memory",

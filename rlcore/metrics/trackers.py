@@ -1,4 +1,4 @@
-"""Sinks of trackers that are packages of their own: TensorBoard, MLflow, Trackio. None of the
+"""Sinks of trackers that are separate packages: TensorBoard, MLflow, Trackio. None of the
 packages is needed by rlcore; each sink is an entry of `logging.sinks`."""
 
 from __future__ import annotations

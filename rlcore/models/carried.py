@@ -1,7 +1,8 @@
 """Files of a model folder that training leaves as they are: an export has them byte for byte.
 
 Written anew by another version of transformers they would mean something else to older ones, and to
-engines built on these: a tokenizer's special tokens, or the rotary base of a configuration.
+engines built on these. Examples are a tokenizer's special tokens, or the rotary base of a
+configuration.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloa
 
 
 def carried_files(source: str | Path) -> Iterator[Path]:
-    """Paths within a model folder of all files but its weights, their index, config.json and
-    what an earlier export wrote of a run; not of further models in folders beneath it. Links count
-    as what they lead to, as in a hub's cache; one that leads nowhere is no file."""
+    """Paths within a model folder of all files but its weights, their index, config.json and what
+    an earlier export wrote of a run. Further models in folders beneath it are left out. Links count
+    as what they lead to, as in a hub's cache; one that leads nowhere is not a file."""
     root, seen = Path(source), set()
     for parent, folders, names in os.walk(root, followlinks=True):
         inner, real = Path(parent).relative_to(root), Path(parent).resolve()

@@ -2,8 +2,8 @@
 
 In float32 the order of sums depends on the instruction set, and a warm-up of some dozen steps ends
 at different weights. In float64 60 steps of the quickstart's model end within 1e-12 of each other
-(torch's default kernels against AVX2), so that of 1.6 million weights 303 differ as float32 and
-none as multiples of 2^-16, to which the result is rounded. Everything is drawn by numpy, and what
+(torch's default kernels against AVX2). So 303 of 1.6 million weights differ as float32, and none as
+multiples of 2^-16, to which the result is rounded. Everything is drawn by numpy, and what
 transformers computes in float32 whatever a model's dtype is (rotary positions, norms) is computed
 in float64 here. CPU, small Qwen3 models of `models/fresh.py`.
 """

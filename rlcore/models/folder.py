@@ -92,7 +92,7 @@ def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str,
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise UserError(
             f"{key}={model_path} holds no config.json with a vocab_size ({type(e).__name__}): give "
-            "a folder with that of a language model."
+            "a folder with a language model's."
         ) from e
     return config
 
@@ -138,7 +138,7 @@ def read_weights(model_path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def weight_files(model_path: str | Path, *, key: str = "model.path") -> list[Path]:
-    """The safetensors files of the folder's model: those of its index, or model.safetensors.
+    """The safetensors files of the folder's model: as its index lists them, or model.safetensors.
 
     Further files in the folder (`consolidated.safetensors`, adapters) name the same weights
     differently, and transformers does not read them either. Raises UserError, naming `key`, if
@@ -150,8 +150,8 @@ def weight_files(model_path: str | Path, *, key: str = "model.path") -> list[Pat
     whole = folder / "model.safetensors"
     if not whole.is_file():
         raise UserError(
-            f"{key}={model_path} holds no .safetensors file of weights (model.safetensors, or "
-            f"those of {INDEX_FILE}): save the model in that format."
+            f"{key}={model_path} holds no .safetensors file of weights (model.safetensors, or the "
+            f"files of {INDEX_FILE}): save the model in that format."
         )
     return [whole]
 

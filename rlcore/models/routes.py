@@ -1,10 +1,10 @@
 """The experts that an actor's engine chose, as records carry them. NumPy alone.
 
-`routes` [R, layers, k] uint8 or uint16, an extra array of a record: of each of its first R tokens
-and each layer of the model, the k experts of the mixture that the engine chose as it first read the
-token (a layer without experts has zeros). It never read the last token of a response, so R is one
-less than the record's length. Prompts are included: the keys and values that a response attends to
-come out of their experts.
+`routes` [R, layers, k] uint8 or uint16, an extra array of a record. For each of its first R tokens
+and each layer of the model, it has the k experts that the engine chose as it first read the token.
+A layer without experts has zeros. It never read the last token of a response, so R is one less than
+the record's length. Prompts are included: the keys and values that a response attends to come out
+of their experts.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class LayerSizes:
 
     def position_bytes(self, width: int, parts: int = 1) -> float:
         """Bytes kept for the backward pass of one position in one layer, in a dtype of `width`
-        bytes: the two norms (in float32), attention with a variable-length kernel, and the gated
-        MLP; a rank has one of `parts` of attention and MLP."""
+        bytes. They are for the two norms (in float32), attention with a variable-length kernel, and
+        the gated MLP. A rank has one of `parts` of attention and MLP."""
         norm = 4 + 2 * width
         attended = self.queries + self.keys
         divided = 2 * width * attended + 4 * width * self.inner

@@ -105,8 +105,7 @@ class TemplateSpec(Spec):
 
     chat_template: str = setting(
         "auto",
-        "auto: the tokenizer's, if it has one; off: none; else a file with a Jinja template of "
-        "your own",
+        "auto: the tokenizer's, if it has one; off: none; else a file with your Jinja template",
     )
     chat_template_args: dict[str, Any] = setting(
         default_factory=dict,

@@ -106,7 +106,7 @@ def end_ids(tokenizer: Any, folder: str | Path | None) -> list[int]:
 
 
 def split_stops(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Stop strings as (ids of those that are special tokens, the others): special tokens are no
+    """Stop strings as (ids of the special tokens among them, the others): special tokens are not
     text, so that only their ids can end an answer. Raises UserError for a special token together
     with other text, which would never be found."""
     known = control_ids(tokenizer)
@@ -121,8 +121,8 @@ def split_stops(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[s
 
 
 def uses_template(tokenizer: Any, template: TemplateSpec) -> bool:
-    """Return whether prompts go through a chat template: a file's, or, with "auto", that of a
-    tokenizer that has one."""
+    """Return whether prompts go through a chat template: a file's, or, with "auto", the
+    tokenizer's, if it has one."""
     own = bool(getattr(tokenizer, "chat_template", None))
     return template.chat_template != "off" and (template.chat_template != "auto" or own)
 
@@ -322,8 +322,8 @@ class Spelled:
 
 def encode_opening(tokenizer: Any, text: str, control_tokens: str = "text") -> list[int]:
     """Token ids of a text that begins a sequence, after the BOS token if the tokenizer adds one. A
-    text that begins with the BOS token gets no second one, and tokens that the tokenizer adds at
-    the end of a sequence are left out, since the model continues it."""
+    text that begins with the BOS token gets no second one. Tokens that the tokenizer adds at the
+    end of a sequence are left out, since the model continues it."""
     split = _splits(tokenizer, text, control_tokens)
     plain = _encoded(tokenizer, text, split=split)
     given = _encoded(tokenizer, text, split=split, begins=True)
@@ -358,7 +358,7 @@ def fitting_prompt(
 
 
 def with_system(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """The messages behind the system prompt, unless they begin with a system turn of their own."""
+    """The messages behind the system prompt, unless they begin with their own system turn."""
     own = bool(messages) and messages[0]["role"] == "system"
     if not system_prompt or own:
         return list(messages)
@@ -366,7 +366,7 @@ def with_system(messages: Sequence[Message], system_prompt: str | None) -> list[
 
 
 def plain_text(messages: Sequence[Message]) -> str:
-    """The texts of messages one after the other, system turns on lines of their own."""
+    """The texts of messages one after the other, system turns on their own lines."""
     return "".join(m["content"] + ("\n" if m["role"] == "system" else "") for m in messages)
 
 

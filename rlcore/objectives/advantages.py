@@ -36,9 +36,9 @@ def without_truncated(mask: Tensor, truncated: Tensor | None) -> Tensor:
     """DAPO's overlong filtering: `mask` [B, T] bool less the sequences that were cut off.
 
     truncated [B] bool, None for none. A sequence that leaves the mask leaves every denominator with
-    it, so the loss is the mean over what is left; its reward still enters its group's mean and
-    standard deviation, and the batch's. So the gradient is that of the responses that ended by
-    themselves: biased towards them, by the share that was cut off.
+    it, so the loss is the mean over what is left. Its reward still enters its group's mean and
+    standard deviation, and the batch's. So the gradient comes from the responses that ended by
+    themselves, and is biased towards them, by the share that was cut off.
     """
     return mask if truncated is None else mask & ~truncated[:, None]
 
@@ -82,8 +82,8 @@ def turn_advantages(
     statistics of the batch are over all its turns. Biased by what is compared: a turn that no other
     sample of the group reaches has nothing to be compared with and advantage 0, as a group of one
     has. So under `rloo` the gradient of turn t is scaled by the probability that another sample
-    reaches it, under `group_mean` by the mean of (m - 1)/m with m the samples that do; turn by
-    turn, both point in the direction of the gradient of the expected reward.
+    reaches it. Under `group_mean` it is scaled by the mean of (m - 1)/m with m the samples that do.
+    Turn by turn, both point in the direction of the gradient of the expected reward.
     """
     turns = torch.arange(to_go.shape[1], device=to_go.device)
     ids = group_ids[:, None] * to_go.shape[1] + turns
@@ -118,7 +118,7 @@ class Grpo(Advantage):
     """`(r - mean) / (std + 1e-6)` over the group (DeepSeekMath), std is the sample standard
     deviation.
 
-    Biased by the episode's own reward in the mean and, also in direction, by the deviation: a group
+    Biased by the episode's own reward in the mean and, also in direction, by the deviation. A group
     whose rewards differ little counts as much as one whose rewards differ much.
     """
 
@@ -150,9 +150,9 @@ class ReinforcePp(Advantage):
     """REINFORCE++: rewards whitened over the global batch (Hu et al. 2025, arXiv 2501.03262).
 
     `whitening=episodes`: `(r - mean) / (std + 1e-6)`, std the sample standard deviation over
-    episodes. `tokens`: `(r - mean) / sqrt(max(var, 1e-8))`, mean and variance over the batch's
-    sampled tokens, each with its episode's reward, less the sum of a KL in the reward from that
-    token on: a long response counts as often as it has tokens (OpenRLHF's). Tokens that are later
+    episodes. `tokens` (OpenRLHF's): `(r - mean) / sqrt(max(var, 1e-8))`. Mean and variance are over
+    the batch's sampled tokens, each with its episode's reward, less the sum of a KL in the reward
+    from that token on. So a long response counts as often as it has tokens. Tokens that are later
     rejected or filtered count. Biased in size alone, by the deviation, which scales a whole step;
     the mean contains the episode's own reward, a share of 1/episodes (or its share of the tokens).
     """
@@ -243,14 +243,14 @@ class Gpg(Advantage):
 
 
 class PassK(Advantage):
-    """Gradient of the expected best reward of k attempts, which for rewards of 0 and 1 is pass@k
-    (PKPO, Walder and Karkhanis 2025, arXiv 2505.15201, with its baseline over k - 1).
+    """Gradient of the expected best reward of k attempts, which for rewards of 0 and 1 is pass@k.
+    PKPO, Walder and Karkhanis 2025, arXiv 2505.15201, with its baseline over k - 1.
 
-    `A_i = k mean_S [max over S of r - max over S less i of r]`, S the sets of k of the group's n
-    samples that hold i: what i adds to the best of k. Unbiased for that objective for every k <= n:
-    the baseline does not depend on i. For the expected reward it is biased towards the best of k.
-    With k = n only the best sample has an advantage, its lead over the second (arXiv 2503.19595). A
-    smaller group, after failed scores, counts with its own size as k.
+    `A_i = k mean_S [max over S of r - max over S less i of r]`: what i adds to the best of k. S are
+    the sets of k of the group's n samples that hold i. Unbiased for that objective for every k <=
+    n: the baseline does not depend on i. For the expected reward it is biased towards the best of
+    k. With k = n only the best sample has an advantage, its lead over the second (arXiv
+    2503.19595). A smaller group, after failed scores, counts with its own size as k.
     """
 
     compares_group = True

@@ -1,6 +1,6 @@
-"""Distances of a policy to a teacher at the states that were visited: reverse and forward KL and
-the generalised Jensen-Shannon divergence, over the whole vocabulary or the teacher's k likeliest
-tokens.
+"""Distances of a policy to a teacher at the states that were visited. They are reverse and forward
+KL and the generalised Jensen-Shannon divergence, over the whole vocabulary or the teacher's k
+likeliest tokens.
 
 With p the policy, which carries the gradient, q the teacher and m = w q + (1 - w) p
 
@@ -8,10 +8,10 @@ With p the policy, which carries the gradient, q the teacher and m = w q + (1 - 
     forward   KL(q || p)
     js        w KL(q || m) + (1 - w) KL(p || m)
 
-(js: GKD, arXiv 2306.13649, section 3.) The value is that of the next token at one state; how the
+(js: GKD, arXiv 2306.13649, section 3.) The value is for the next token at one state; how the
 policy changes which states are visited is left out, as in GKD.
 
-Of a teacher that is known at k tokens, its likeliest ones, the others are
+Where a teacher is known at its k likeliest tokens, the others are
 
     bucket    one outcome: a distance of coarser distributions, never above the whole one and equal
               to it where k covers the vocabulary. Its gradient does not tell the others apart.
@@ -61,7 +61,7 @@ def topk_divergence(logp_at: Tensor, teacher_at: Tensor, ids: Tensor, spec: Teac
     [..., k] (-1 pads), the rest by `spec.tail`; 0 without a single token.
 
     With tail=sampled the part of the k tokens alone, each as `p log(p/q) - p + q`, which is never
-    negative: `sampled_rest` has the same of the rest.
+    negative: `sampled_rest` has the same for the rest.
     """
     known = (ids >= 0) & torch.isfinite(teacher_at)
     p = torch.where(known, at_least_float32(logp_at), -torch.inf)
@@ -82,8 +82,8 @@ def sampled_rest(logp: Tensor, logp_teacher: Tensor, listed: Tensor, weight: Ten
 
     logp, logp_teacher [B, T]: of the sampled token. listed [B, T] bool: it is one of the k, so that
     the estimate is 0. weight [B, T]: its ratio p/p_inf, detached, truncated as configured. The mean
-    over tokens x of p_inf is `sum over x outside of p log(p/q) - p + q`, and the mean gradient that
-    sum's, `sum of p log(p/q) grad log p`; a log difference beyond +-20 is cut.
+    over tokens x of p_inf is `sum over x outside of p log(p/q) - p + q`. The mean gradient is that
+    sum's, `sum of p log(p/q) grad log p`. A log difference beyond +-20 is cut.
     """
     return distill_sampled("k3", logp, logp_teacher, ~listed & (weight != 0), weight)
 

@@ -1,8 +1,7 @@
-"""KL(p_new || p_base): estimators on sampled tokens, the full sum over the vocabulary, and
-entropy.
+"""KL(p_new || p_base): estimators on sampled tokens, the full sum over the vocabulary, and entropy.
 
-In a loss, a sampled KL is corrected like the policy loss: its tokens are the actor's, so it carries
-the ratio to p_new (`penalty_weight`), and a token that the corrections dropped has no KL
+In a loss, a sampled KL is corrected like the policy loss. Its tokens are the actor's, so it carries
+the ratio to p_new (`penalty_weight`). A token that the corrections dropped has no KL
 (`kl_penalty`). The full KL sums over the vocabulary at each state and carries no ratio.
 """
 
@@ -163,9 +162,9 @@ def distill_sampled(
 ) -> Tensor:
     """KL(p_s || p_d) per token [B, T] float32 from the sampled tokens; 0 where the mask is 0.
 
-    The value is the k1 or k3 estimate (see `rlcore.objectives.kl`), the gradient that of the
-    reverse KL for both. All tensors [B, T]; weight: detached ratio p_s/p_inf, truncated as
-    configured, when the samples are older than phi; None is 1."""
+    The value is the k1 or k3 estimate (see `rlcore.objectives.kl`), the gradient the reverse KL's
+    for both. All tensors [B, T]; weight: detached ratio p_s/p_inf, truncated as configured, when
+    the samples are older than phi; None is 1."""
     value = sampled_kl(kind, logp_sparse, logp_dense, mask).detach()
     # Differentiating the k1 value gives zero on average, the k3 value the forward KL's gradient. So
     # both carry `(log p_s - log p_d) * grad log p_s`, whose mean over p_s is the reverse KL's.

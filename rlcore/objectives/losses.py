@@ -24,10 +24,11 @@ def policy_loss(
     """`-SG(weight) * objective` [B, T], and indicators [B, T] by name; 0 where the mask is 0.
 
     A `score` adds the gradient of `SG(score) log p_new`, and nothing to the value. `widen` w makes
-    the upper bound of a clip h that of w h where A > 0, since `min(r, w h) A = w min(r / w, h) A`.
+    the upper bound of a clip h the bound of w h where A > 0, since `min(r, w h) A = w min(r / w, h)
+    A`.
 
     With `short_circuit` the ratio is `p_new/SG(p_new)`: its value is 1, so no clip ever binds
-    (TIS-adjusted and Jackpot B.1). Indicators are those of the loss, and `ratio`; the mean of each
+    (TIS-adjusted and Jackpot B.1). Indicators are the loss's, and `ratio`; the mean of each
     over the global mask is the metric of that name.
     """
     on = tokens.mask != 0
@@ -106,8 +107,8 @@ class Ppo(PolicyLoss):
     al. 2020, arXiv 1912.09729, eq. 5): without it f falls without bound as r grows.
 
     Biased by the clips: a token beyond one of them has no gradient (`clip_*_share`,
-    `dual_clip_share`). The clip binds where r is above `high` and A > 0, or below `low` and A < 0,
-    the dual clip where r is above c and A < 0. Not biased while r stays within all of them.
+    `dual_clip_share`). The clip binds where r is above `high` and A > 0, or below `low` and A < 0.
+    The dual clip binds where r is above c and A < 0. Not biased while r stays within all of them.
     """
 
     inner_clip = True
@@ -148,11 +149,11 @@ class Gspo(Ppo):
 
     The mean is over every sampled token of the sequence: a mean over the tokens that a correction
     kept would be biased by their selection. The paper's token form is used, `SG(s)
-    p_new/SG(p_new)`: each token carries its own gradient, so that a weight per token weighs that
-    token; with equal weights the gradient is that of s itself.
+    p_new/SG(p_new)`. Each token carries its own gradient, so that a weight per token weighs that
+    token; with equal weights the gradient is s's own.
 
-    Biased by the clip (`clip_*_share`), and by design: the geometric mean s is the sequence's own
-    ratio to the power 1/length, so that beyond the first step of a phase it undercorrects; at s = 1
+    Biased by the clip (`clip_*_share`), and by design. The geometric mean s is the sequence's own
+    ratio to the power 1/length, so that it undercorrects beyond the first step of a phase; at s = 1
     it is exact.
     """
 
@@ -172,11 +173,11 @@ class Gmpo(Gspo):
     """The geometric mean of the sequence's token ratios, each clipped before the mean (GMPO, Zhao
     et al. 2025, arXiv 2507.20673).
 
-    `f = A prod_t c_t^(1/length)`, `c_t = min(r_t, 1 + eps_high)` where A > 0, else
-    `max(r_t, 1 - eps_low)`, over every sampled token, kept or rejected; the paper's range (e^-0.4,
-    e^0.4) is eps_low=0.3297, eps_high=0.4918. A clipped token has no gradient and counts in the
-    mean. The token form is that of Gspo. Biased by the clip (`clip_*_share`), and by design by the
-    geometric mean, like Gspo.
+    `f = A prod_t c_t^(1/length)`, `c_t = min(r_t, 1 + eps_high)` where A > 0, else `max(r_t, 1 -
+    eps_low)`, over every sampled token, kept or rejected. The paper's range (e^-0.4, e^0.4) is
+    eps_low=0.3297, eps_high=0.4918. A clipped token has no gradient and counts in the mean. The
+    token form is Gspo's. Biased by the clip (`clip_*_share`), and by design by the geometric mean,
+    like Gspo.
     """
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
@@ -198,8 +199,8 @@ class Sapo(PolicyLoss):
     """`f = A (1 + 2/tau tanh(tau (r - 1)/2))`: a soft gate instead of a clip (SAPO, Gao et al.
     2025, arXiv 2511.20347).
 
-    It is the paper's `A 4/tau sigmoid(tau (r - 1))` less a constant, for a readable value: at r = 1
-    the objective and its gradient are those of r A. tau is `sapo_tau_pos` where A > 0, else
+    It is the paper's `A 4/tau sigmoid(tau (r - 1))` less a constant, for a readable value. At r = 1
+    the objective and its gradient equal r A's. tau is `sapo_tau_pos` where A > 0, else
     `sapo_tau_neg`.
 
     Biased by the gate: a token of ratio r counts `1 - tanh(tau (r - 1)/2)^2` of itself.
@@ -247,7 +248,7 @@ class Cispo(PolicyLoss):
 class Reinforce(PolicyLoss):
     """`A log p_new`, anchored at SG(p_new): only the weights correct, nothing is clipped.
 
-    Without a bias of its own: its bias is what the weights leave uncorrected.
+    It adds no bias: what remains is what the weights leave uncorrected.
     """
 
     carries_ratio = False

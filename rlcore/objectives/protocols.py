@@ -181,7 +181,7 @@ class Rewards:
 class Advantage(ABC):
     """Computes one number per episode from the rewards of a step. Built as Class(spec).
 
-    With `turn_share` it is also called with turns instead of episodes: with the rewards to go of
+    With `turn_share` it is also called with turns instead of episodes. It gets the rewards to go of
     turns, where a group is the turns of equal number in a group of episodes.
     """
 
@@ -203,7 +203,7 @@ class Advantage(ABC):
 
     def of_tokens(self, rewards: Rewards, penalty: Tensor, mask: Tensor) -> Tensor:
         """Optional. [B, T] float64 advantages where each token's reward to go is its episode's
-        reward less `penalty` [B, T] float64 (a KL in the reward): by default the episode's
+        reward less `penalty` [B, T] float64 (a KL in the reward). By default the episode's
         advantage less the penalty. mask [B, T] bool: the tokens."""
         return (self(rewards).double()[:, None] - penalty) * mask
 
@@ -237,10 +237,10 @@ class PolicyLoss(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Objective [B, T], to be maximised, and indicators [B, T] by name.
 
-        log_ratio [B, T]: log of p_new/p_ref, or of p_new/SG(p_new) where the ratio is not carried,
-        with the gradient, finite, 0 outside `sampled` [B, T] bool (every sampled token, kept or
-        not). advantages [B, T], detached, of every sampled token, too; what is returned where a
-        correction rejected counts nowhere.
+        log_ratio [B, T]: log of p_new/p_ref, or of p_new/SG(p_new) where the ratio is not carried.
+        It has the gradient, and is finite; 0 outside `sampled` [B, T] bool (every sampled token,
+        kept or not). advantages [B, T], detached, of every sampled token, too; what is returned
+        where a correction rejected counts nowhere.
         """
 
 

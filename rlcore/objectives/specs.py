@@ -16,7 +16,7 @@ KlEstimator = Literal["k1", "k2", "k3", "full"]
 class ObjectiveSpec(Spec):
     """The objective of a step: advantages, loss, aggregation, regularisers.
 
-    A sampled KL is biased by the truncation of the ratio that it carries, and by k3's bound; both
+    A sampled KL is biased by the truncation of the ratio that it carries, and by k3's bound. Both
     kinds of KL and the entropy bonus are biased as the corrections are, since a token of weight 0
     has neither KL nor bonus. The overlong filter biases all terms towards responses that end by
     themselves.
@@ -78,11 +78,11 @@ class ObjectiveSpec(Spec):
     credit: Literal["turn", "token"] = setting(
         "turn",
         "turn_share, or a critic: what a reward to go or a value is of; token: every token is a "
-        "turn of its own, and one reward of a whole turn is its last token's",
+        "turn, and a whole turn's reward is its last token's",
     )
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     reward_weight: float = setting(
-        1.0, "weight of the policy loss; 0: rewards train nothing, beside a teacher alone", ge=0
+        1.0, "weight of the policy loss; 0: rewards train nothing, with a teacher alone", ge=0
     )
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
     eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)
@@ -101,7 +101,7 @@ class ObjectiveSpec(Spec):
     kl_coef: float = setting(0.0, "weight of the KL to the frozen starting policy", ge=0)
     kl_in: Literal["loss", "reward"] = setting(
         "loss",
-        "loss: a term of its own; reward: of every token, by k1 under p_ref, taken off the rewards "
+        "loss: a separate term; reward: of every token, by k1 under p_ref, taken off the rewards "
         "to go",
     )
     kl_target: float | None = setting(
@@ -197,9 +197,9 @@ class TeacherSpec(Spec):
 
     kind: Literal["none", "frozen", "previous", "policy", "engine"] = setting(
         "none",
-        "frozen: a model that stays as it is; previous: the policy as it was some steps ago; "
-        "policy: the policy as each phase begins, with a context of its own; engine: a model in an "
-        "engine of its own, which scores records as they arrive",
+        "frozen: a fixed model; previous: the policy some steps ago; policy: the policy as each "
+        "phase begins, with another context; engine: a model in a separate engine, which scores "
+        "arriving records",
     )
     path: str | None = setting(
         None, "kind=frozen or engine: its Hugging Face folder; frozen, null: the starting policy"
@@ -234,7 +234,7 @@ class TeacherSpec(Spec):
         2.0, "sampled: truncates the ratio p_new/p_inf that the token carries", ge=1
     )
     weight: float = setting(
-        1.0, "of the divergence, beside algorithm.reward_weight of the policy loss", gt=0
+        1.0, "of the divergence, next to algorithm.reward_weight of the policy loss", gt=0
     )
 
     def _check_engine(self, key: str) -> None:

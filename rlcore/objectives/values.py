@@ -1,8 +1,8 @@
 """Targets of a critic, and advantages from its values: GAE(lambda), off policy V-trace.
 
-A state is what precedes a sampled token, or a turn (`algorithm.credit`): K of them an episode, with
-rewards r_t and values V_t, t = 1..K, and r the ratio p_ref/p_inf of what was sampled there. With
-discount gamma
+A state is what precedes a sampled token, or a turn (`algorithm.credit`). An episode has K of them,
+with rewards r_t and values V_t, t = 1..K, and r the ratio p_ref/p_inf of what was sampled there.
+With discount gamma
 
     delta_t = r_t + gamma V_{t+1} - V_t
     v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1})
@@ -10,9 +10,9 @@ discount gamma
     rho_t = min(rho_cap, r),  c_t = lambda min(c_cap, r)
 
 (IMPALA, arXiv 1802.01561, section 4.1, with remark 2's lambda.) v_t is what the critic learns. A_t
-does not contain the ratio of its own action, since the corrections of the run weigh by it; lambda =
-1 is IMPALA's `r + gamma v_{t+1} - V_t`. With p_ref = p_inf and caps of at least 1, A_t is
-GAE(gamma, lambda) (arXiv 1506.02438, eq. 16) and v_t = V_t + A_t.
+does not contain its action's ratio, since the corrections of the run weigh by it; lambda = 1 is
+IMPALA's `r + gamma v_{t+1} - V_t`. With p_ref = p_inf and caps of at least 1, A_t is GAE(gamma,
+lambda) (arXiv 1506.02438, eq. 16) and v_t = V_t + A_t.
 
 With caps that do not bind and lambda = 1, v_t and A_t + V_t are unbiased for the value and the
 action value under p_ref, whatever V is. A cap of rho leads V to the policy between p_inf and p_ref
@@ -127,9 +127,9 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Half the squared error of each value, any shape, and which of them the clip has cut off.
 
-    With a clip the larger of two errors counts: that of the value, and that of the value kept
-    within `clip` of `old`, its value as the phase began (PPO's value clipping). `values` carries
-    the gradient.
+    With a clip the larger of two errors counts (PPO's value clipping). One is the value's, the
+    other the error of the value kept within `clip` of `old`, its value as the phase began. `values`
+    carries the gradient.
     """
     error = (values - targets).square()
     if clip is None:

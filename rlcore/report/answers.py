@@ -1,5 +1,5 @@
-"""Samples as a page or a console shows them: answers to the same problems before and after, changed
-ones first, and the samples of training cut to what a page can hold."""
+"""Samples as a page or a console shows them. They are answers to the same problems before and
+after, changed ones first, and the samples of training, cut to what a page can hold."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> UserError:
     said = f"perhaps {' or '.join(near)} is meant; " if near else ""
     further = f"{', '.join(AXES)}, and every metric" if key == "x" else "the metrics"
     return UserError(
-        f"{key}={name} is no metric of these runs: {said}{further} of metrics.jsonl can be drawn."
+        f"{key}={name} is not a metric of these runs: {said}{further} of metrics.jsonl can be "
+        "drawn."
     )
 
 
@@ -156,7 +157,7 @@ ACCURACY = {"greedy": "accuracy, greedy", "mean": "mean accuracy", "majority": "
 
 def run_points(rows: Sequence[Row], metric: str, x: str) -> Points:
     """The values of a metric over x, by step. An evaluation is placed at the step whose weights
-    were evaluated, which `eval/policy_version` says; those of the start have spent nothing."""
+    were evaluated, which `eval/policy_version` says; at the start nothing is spent."""
     made = AXES[x](rows) if x in AXES else [row.get(x) for row in rows]
     at = {int(row["step"] or 0): value for row, value in zip(rows, made)}
     start = {0: 0.0} if x in AXES else {}
@@ -219,7 +220,7 @@ def _at_shared(
 
 
 def _between(points: Points, x: float) -> float:
-    """Linear between the two points beside x, which lies within their range."""
+    """Linear between the two points next to x, which lies within their range."""
     right = bisect.bisect_left(points, x, key=lambda point: point[0])
     (x1, y1) = points[right]
     if x1 == x:

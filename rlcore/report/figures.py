@@ -280,8 +280,8 @@ def _flat(values: Sequence[float]) -> bool:
 
 
 def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
-    """One chart: colour distinguishes the metrics of one run, and runs where there are several;
-    curves of a kind of actors have the colour of the pooled one and a dash. Runs of one family are
+    """One chart: colour distinguishes the metrics of one run, and runs where there are several.
+    Curves of a kind of actors have the colour of the pooled one and a dash. Runs of one family are
     a band from least to greatest, around their mean. A value that never changes is a note, in a
     chart of such values and among metrics that are only logged."""
     curves: list[dict[str, Any]] = []

@@ -72,7 +72,7 @@ SPARK_POINTS, SPARK_WIDTH, SPARK_HEIGHT = 60, 120, 28
 
 
 def _spark(values: Sequence[float]) -> str:
-    """A line without axes, beside its description in words."""
+    """A line without axes, next to its description in words."""
     if len(values) < 2:
         return ""
     stride = -(-len(values) // SPARK_POINTS)
@@ -266,8 +266,7 @@ def write_report(
     """Write the report of one run (default: RUN_DIR/report.html) or of several together (default:
     report.html in the working directory, since it belongs to none of their folders).
 
-    `judge` gives the verdict; None: there is none. Raises
-    UserError for a folder that holds no run.
+    `judge` gives the verdict; None: there is none. Raises UserError for a folder that holds no run.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(d) for d in run_dirs]
     runs = [read_run(folder, judge) for folder in folders]

@@ -48,8 +48,8 @@ WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
 def check_recurrent(
     config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
 ) -> None:
-    """Raise UserError for a model that an engine does not serve right: one with recurrent layers
-    divided among ranks or in vLLM on a CPU, or there one of a family that was found wrong."""
+    """Raise UserError for a model that an engine does not serve right. It has recurrent layers,
+    divided among ranks or on a CPU, or is of a family found wrong on a CPU."""
     recurrent = is_recurrent(config)
     if recurrent and actor.tensor_parallel > 1:
         raise UserError(
@@ -75,8 +75,8 @@ def check_recurrent(
 
 
 def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:
-    """Raise UserError if the model has fewer than `max_len` positions, or rotates them by factors
-    that transformers chooses by the longest sequence of a batch, and vLLM by its own limit."""
+    """Raise UserError if the model has fewer than `max_len` positions. So does one whose rotations
+    transformers chooses by a batch's longest sequence, and vLLM by its limit."""
     # LLaDA's form has another key for them
     limit = config.get("max_position_embeddings", config.get("max_sequence_length"))
     if limit is not None and max_len > limit:
@@ -90,7 +90,7 @@ def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the mode
             raise UserError(
                 f"model.max_len={max_len} is beyond the {short} positions up to which {whose} has "
                 "one set of factors (rope_type=longrope): its log-probs would depend on the "
-                f"longest sequence beside; choose at most {short}."
+                f"longest sequence of the batch; choose at most {short}."
             )
         factor = rope.get("factor")
         if factor is not None and limit is not None and abs(factor * short / limit - 1) > 1e-3:

@@ -305,7 +305,7 @@ class RequestBook:
         }
 
     def _until_stop(self, draw: Draw, out: Output) -> Output:
-        """The output up to the token that completes a stop string, where one does: a step may give
+        """The output up to the token that completes a stop string, where one does. A step may give
         several tokens, and the core may have ended the request at the last of them."""
         if draw.watcher is None:
             return out
@@ -321,7 +321,7 @@ class RequestBook:
     # -- around a change of version ----------------------------------------------------------------
 
     def set_version(self, version: int, precise_layers: int | None = None) -> None:
-        """Tokens sampled from now on carry `version`, those of running requests too; records name
+        """Tokens sampled from now on carry `version`, also in running requests; records name
         the `precise_layers` of each version that sampled them, where a set-point moves them."""
         self.version = version
         if precise_layers is not None:

@@ -166,7 +166,7 @@ class Draw:
 
 
 def _padding(tokens: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, log-probs) [tokens, columns] where there is no entry."""
+    """(ids, log-probs) [tokens, columns] without an entry."""
     shape = (tokens, columns)
     return np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
 

@@ -80,7 +80,7 @@ class ActorSpec(RoundingSpec):
         Unread(
             ("kv_cache_gib", "cpu_fast_path"),
             lambda spec: not spec.on_cpu,
-            "num_gpus above 0 is no CPU",
+            "num_gpus above 0 means a GPU",
         ),
         Unread(("gpu_memory_utilization",), lambda spec: spec.on_cpu, "num_gpus=0 has no GPU"),
         Unread(
@@ -260,7 +260,7 @@ class ActorSpec(RoundingSpec):
         refuse(
             self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
             f"{key}.draft_path={self.draft_path} and {key}.draft_fresh cannot be combined with "
-            f"{key}.kind={self.kind}: only a draft actor has a model of its own.",
+            f"{key}.kind={self.kind}: only a draft actor has its own model.",
         )
         refuse(
             self.kind == "draft" and (self.draft_path is None) == (self.draft_fresh is None),
@@ -320,7 +320,7 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
     )
     refuse(
         actor.scales != "tensor" and actor.rounding in BLOCK_FORMATS,
-        f"{key}.scales={actor.scales} is of formats without scales of their own, and {key}."
+        f"{key}.scales={actor.scales} is of formats without their own scales, and {key}."
         f"rounding={actor.rounding} has one for {BLOCK_FORMATS.get(actor.rounding)} entries of a "
         "row: leave it tensor.",
     )
@@ -335,7 +335,7 @@ class TeacherEngineSpec(Spec):
     """Engines that hold a teacher (`teacher.kind=engine`)."""
 
     unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(("kv_cache_gib",), lambda spec: spec.num_gpus > 0, "num_gpus=1 is no CPU"),
+        Unread(("kv_cache_gib",), lambda spec: spec.num_gpus > 0, "num_gpus=1 means a GPU"),
         Unread(("gpu_memory_utilization",), lambda spec: not spec.num_gpus, "num_gpus=0: no GPU"),
     )
 
@@ -355,8 +355,8 @@ class TeacherEngineSpec(Spec):
     kv_cache_gib: float = setting(0.5, "num_gpus=0: KV cache", unit="GiB", gt=0)
     gpu_memory_utilization: float = setting(
         0.7,
-        "num_gpus=1: share of GPU memory for weights and KV cache; logits of whole records are "
-        "beside them",
+        "num_gpus=1: share of GPU memory for weights and KV cache; logits of whole records come on "
+        "top",
         gt=0,
         le=1,
     )

@@ -16,7 +16,7 @@ _RCOND = 1e-9  # of the scaled normal equations; shares of the load that always 
 
 
 class StepCosts:
-    """Sums over steps: a step of n requests with c tokens of context, p of them of new prompts, is
+    """Sums over steps. A step of n requests with c tokens of context, p of them of new prompts, is
     taken to cost `step_s + n * request_s + c * context_s + p * prompt_s`, none of them negative.
 
     Written by one thread, read by any.

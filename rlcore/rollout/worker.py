@@ -50,7 +50,7 @@ class Counters:
     def heartbeat_age_s(self) -> float:
         """Seconds since the thread last turned; while it loads weights, since their deadline.
 
-        A large set takes longer than a process may be silent, and has a deadline of its own.
+        A large set takes longer than a process may be silent, and has its own deadline.
         """
         return max(0.0, time.monotonic() - max(self.heartbeat, self.loading_until))
 
@@ -229,7 +229,7 @@ class Updates:
         return {"stop_s": stop_s, "drain_s": begun - update.begun}
 
     def end(self, error: BaseException) -> None:
-        """Fail the update that waits, if any."""
+        """Fail the pending update, if any."""
         if self._draining is not None:
             fail(self._draining.future, error)
             self._draining = None

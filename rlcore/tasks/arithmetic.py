@@ -17,9 +17,9 @@ class Arithmetic(ProceduralTask):
     """`ops` is any of the characters + - *; operands have min_digits to max_digits digits each.
 
     `question` is what is asked, with {a}, {op} and {b} in it: words for a pretrained model.
-    `credit` is the reward of a wrong answer. none: 0; digits: a number and nothing else has 0.1
-    and up to 0.4 for the share of its digits that are right, counted from the last (the part
-    "correct" stays 0 or 1), so that a model that seldom answers right has a reward to learn from.
+    `credit` is the reward of a wrong answer. none: 0; digits: a number and nothing else has 0.1,
+    and up to 0.4 for the share of its digits that are right, counted from the last. The part
+    "correct" stays 0 or 1. So a model that seldom answers right has a reward to learn from.
     """
 
     name = "arithmetic"

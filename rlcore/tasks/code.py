@@ -113,7 +113,7 @@ class CodeTask(RecordTask):
     its tests call it and run to their end.
 
     `tests_field` holds Python source, or a list of sources (assertions); `setup_field` source that
-    goes before them. Tests and program run in processes of their own: see `sandbox`. A program that
+    goes before them. Tests and program run in their own processes: see `sandbox`. A program that
     exceeds a limit is wrong; a sandbox that fails raises. reward = (1 - format_reward) * correct +
     format_reward * (there is a fenced block). A program has timeout_s seconds, memory_mib MiB, no
     network, no children. confinement "full" refuses a machine that cannot confine programs by every
@@ -276,10 +276,10 @@ def confining_layers(name: str, confinement: str) -> tuple[str, ...]:
         raise ArgumentError(
             "confinement",
             confinement,
-            f"needs {', '.join(missing)}, which this machine does not have (seccomp: x86_64 only; "
+            f"needs {', '.join(missing)}, which this machine does not have (seccomp: x86_64; "
             "landlock: Linux 5.13 or newer, switched on; tmpfs: root that may mount, or user "
-            "namespaces): choose reduced to run programs that a "
-            f"model wrote under {', '.join(layers)} alone, or grade on another machine.",
+            "namespaces). Choose reduced to run programs that a model wrote under "
+            f"{', '.join(layers)} alone, or grade on another machine.",
         )
     if missing:
         logger.warning(

@@ -68,7 +68,7 @@ def _count(length: int) -> int:
 
 
 def _number(length: int, rank: int) -> str:
-    """Number `rank` of those of a length; for the long ones a rank seeds the digits."""
+    """Number `rank` among the numbers of a length; for the long ones a rank seeds the digits."""
     if length <= COUNTED:
         return str(10 ** (length - 1) + rank)
     drawn = int.from_bytes(

@@ -32,8 +32,8 @@ def find_program(response: str, names: Collection[str] = ()) -> tuple[str, bool]
     """(the program of a response, whether it is fenced).
 
     The last block that is tagged as Python and defines one of the names, else an untagged one that
-    does; else the last that is tagged as Python, else the last untagged one that does more than
-    state a value, else the last; else the whole response.
+    does. Else the last that is tagged as Python, else the last untagged one that does more than
+    state a value. Else the last block, else the whole response.
     """
     response = BYTE_ORDER_MARK.sub("", response)
     blocks = fenced_blocks(response.replace("\r\n", "\n").replace("\r", "\n"))

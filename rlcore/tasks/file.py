@@ -29,15 +29,15 @@ class FileTask(RecordTask):
 
     A function has one of the forms of `reward_functions.py`. rlcore's own is called as
     function(item, response), and with tokens=[...], the text of every sampled token, if it has that
-    parameter; it returns a number, a list with one for every token, either of them as (it, {part:
-    number}), or a `Grade`, and raises when it cannot judge.
+    parameter. It returns a number, a list with one for every token, either of them as (it, {part:
+    number}), or a `Grade`. It raises when it cannot judge.
 
     `question_field` holds a text or the messages of a conversation; None: the column question,
     prompt or messages. `answer_field` may be None if the grader needs no reference. A list in it
     holds accepted answers: item.answer is the first, item.meta["answers"] are all. `meta_fields`
     are columns (JSON-able values, also null) that the grader finds in `item.meta`; columns that a
     function of another trainer asks for need not be listed. `completions` is the form in which
-    TRL's functions get responses: "text", "messages", or "auto", that of the question.
+    TRL's functions get responses: "text", "messages", or "auto", as the question has it.
     `worked_field` is a column of full answers for supervised warm-up; without it, a conversation's
     last turn is one, if it is the assistant's.
     """

@@ -1,8 +1,8 @@
 """Scorers of other packages: isolated, proven before a run, and credited only where they can tell
 right from wrong.
 
-A proof tries a scorer on the first problems of its data set: the reference must have full credit;
-the empty answer, `nan`, `{}`, a word, an answer that would write a file, and another problem's
+A proof tries a scorer on the first problems of its data set. The reference must have full credit.
+The empty answer, `nan`, `{}`, a word, an answer that would write a file, and another problem's
 answer must have less. Answers that raise, exceed a limit or would be executed are wrong. A scorer
 that gives one of those texts full credit is asked about that text on every problem, and an answer
 of its kind counts only above it. A scorer that does not recognise its references, or that credits
@@ -109,7 +109,7 @@ class ForeignScorer:
 
 
 def credit_of(verdict: IsolatedVerdict) -> Credit:
-    """A verdict as credit: failures of a proven scorer are those of the answer."""
+    """A verdict as credit: failures of a proven scorer are the answer's."""
     if verdict.grade is None:
         return Credit(0.0, verdict.status, verdict.why)
     return Credit(verdict.grade.reward)

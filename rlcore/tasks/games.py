@@ -87,7 +87,7 @@ class AlphabetSort(ProceduralTask):
 class HigherLowerTask(Task):
     """Numbers of `digits` digits, leading zeros included; the question says how many.
 
-    The question does not depend on the number, so both splits draw from all of them: one kept for
+    The question does not depend on the number, so both splits draw from all of them. One kept for
     the heldout split alone would teach the policy never to guess it. The heldout split walks
     through all numbers, so that 10**digits prompts, or a multiple, weigh them equally.
     """

@@ -1,4 +1,4 @@
-"""The graders of a run: each training task has processes, a deadline and a memory limit of its own,
+"""The graders of a run: each training task has its own processes, deadline and memory limit,
 so that a slow grader does not hold up the others."""
 
 from __future__ import annotations

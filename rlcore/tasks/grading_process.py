@@ -36,7 +36,7 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """One worker in a session of its own, so that whatever it started is killed with it.
+    """One worker in a separate session, so that whatever it started is killed with it.
 
     module: run as `python -m MODULE <socket fd>`; answers `settings` with {"ready": true} or
     {"fatal": sentence}. who: what it is called in messages. Raises StageError if it does not come
@@ -112,7 +112,7 @@ class WorkerProcess:
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The verdict on the next item. Raises DeadlineExceeded after timeout_s seconds, WorkerDied
-        if there will be none, or if the message is no answer to that item."""
+        if there will be none, or if the message is not an answer to that item."""
         verdict = self._message(timeout_s)
         number = self._owed.popleft()
         if verdict.get("id") != number:
@@ -140,7 +140,7 @@ class WorkerProcess:
         except (ValueError, RecursionError) as error:
             raise self._failed("answered what is not JSON") from error
         if not isinstance(message, dict):
-            raise self._failed("answered what is no JSON object")
+            raise self._failed("answered, but not with a JSON object")
         return message
 
     def _failed(self, how: str) -> WorkerDied:

@@ -1,9 +1,10 @@
 """The process that runs graders: `python -m rlcore.tasks.grading_worker <socket fd>`.
 
-It exchanges JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered
-by {"ready": true} or {"fatal": sentence}; then a line with a list of [number of the item, prompt
-id, response, number of its tokens, their texts], answered by one line for every item as it is done,
-with the item's number as "id". It dies with its parent, and loads neither models nor tensors.
+It exchanges JSON lines with `rlcore.tasks.scoring`. First comes {tasks, timeout_s, memory_mib},
+answered by {"ready": true} or {"fatal": sentence}. Then comes a line with a list of [number of the
+item, prompt id, response, number of its tokens, their texts]. It is answered by one line for every
+item as it is done, with the item's number as "id". It dies with its parent, and loads neither
+models nor tensors.
 
 Its first process only watches the one that grades: it becomes the parent of the processes that
 graders leave behind, in any session, and ends them."""
@@ -192,7 +193,7 @@ def _send(link: socket.socket, message: dict[str, Any]) -> None:
 
 
 class _Graders:
-    """The tasks of this process, and the small problems of the last groups: the answers of a group
+    """The tasks of this process, and the small problems of the last groups. The answers of a group
     are of one problem, which can take longer to make than an answer to grade."""
 
     def __init__(self, tasks: dict[str, Task], timeout_s: float) -> None:

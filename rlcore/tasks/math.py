@@ -20,8 +20,9 @@ from rlcore.types import Grade, Item
 
 class Math(RecordTask):
     """Columns `problem` and `answer` by default. A response's answer is its last \\boxed{} that
-    holds something, together with the boxes that only "and", "or" or a comma separates from it;
-    without one what follows its last ####, then "the answer is", then its last formula or number.
+    holds something, together with the boxes that only "and", "or" or a comma separates from it.
+    Without one it is what follows its last ####, then "the answer is", then its last formula or
+    number.
 
     A list of answers in a row are alternatives, each of which is right.
     reward = (1 - format_reward) * correct + format_reward * (there is a \\boxed answer). An answer

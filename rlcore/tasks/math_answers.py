@@ -311,8 +311,8 @@ def _ordinal(match: re.Match[str]) -> str:
 
 
 def _style(match: re.Match[str]) -> str:
-    """The replacement of a command of style: nothing. A dot behind it stays, except that of
-    `\\left.` and `\\right.`, which is part of the command."""
+    """The replacement of a command of style: nothing. A dot behind it stays, except in
+    `\\left.` and `\\right.`, where it is part of the command."""
     dot = match[0].endswith(".") and not match[0].startswith(("\\left", "\\right"))
     return ". " if dot else " " if match[0].endswith(" ") else ""
 
@@ -341,7 +341,7 @@ def _undelimited(text: str) -> str:
 
 
 def _currency(text: str) -> str:
-    """Bare dollar signs: money beside a number, delimiters where they come in pairs."""
+    """Bare dollar signs: money next to a number, delimiters where they come in pairs."""
     bare = [m.start() for m in re.finditer(r"(?<!\\)\$", text)]
     if len(bare) % 2 == 0 and bare:
         return re.sub(r"(?<!\\)\$", "", text)

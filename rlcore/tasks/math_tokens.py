@@ -1,7 +1,7 @@
 """Tokens of mathematical answers in LaTeX or plain text: `tokens_of`.
 
 Characters, tokens, digits and nesting are bounded; text beyond the bounds raises `Unreadable`, as
-does a word that changes the meaning of a number beside it."""
+does a word that changes the meaning of a number next to it."""
 
 from __future__ import annotations
 

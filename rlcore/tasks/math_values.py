@@ -82,7 +82,7 @@ def _approximate(node: Node) -> list[Node]:
 
 
 def _unwrapped(node: Node, other: Node) -> Node:
-    """The value of "x = 5" or "x \\in S", where the other answer is no equation."""
+    """The value of "x = 5" or "x \\in S", where the other answer is not an equation."""
     if node.kind == "list" and other.kind != "rel":
         return _values_of(node, other)
     if node.kind != "rel":

@@ -81,10 +81,10 @@ LEADING_WORDS = frozenset(
 # Words that change what a number beside them means: such an answer is compared as text.
 REFUSED_WORDS = frozenset(
     words(
-        "not no none except without other less more least most fewer greater than between "
-        "half dozen hundred mod modulo remainder rem all every each from if when where until "
-        "only undefined either neither nor odd even prime multiple multiples power before "
-        "after past o'clock"
+        """not no none except without other less more least most fewer greater than between half
+        dozen hundred mod modulo remainder rem all every each from if when where until only
+        undefined either neither nor odd even prime multiple multiples power before after past
+        o'clock"""
     )
 )
 

@@ -126,7 +126,7 @@ class _Side:
 @lru_cache(maxsize=64)
 def mixed(count: int, seed: int, number: int) -> tuple[int, ...]:
     """The order of `count` strata in round `number`: ranks of golden points, so that every stretch
-    of it has low, middle and high strata alike."""
+    of it has low, middle and high strata equally."""
     start = derive_seed(seed, "round", number)
     points = [golden_point(start, i) for i in range(count)]
     ranks = {point: rank for rank, point in enumerate(sorted(points))}

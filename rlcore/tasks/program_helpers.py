@@ -30,8 +30,8 @@ def helpers(tests: str, reference: str, own: Collection[str]) -> frozenset[str]:
     * functions that the tests call with results of another of the names, and whose own result is
       only a verdict: asserted, true or false, or ordered against a bound;
     * functions that measure such results: `score(solve(x)) == 5`. A pair that gives back what it
-      was given (`decode(encode(x)) == x`) is under test, and so are the functions of a type, where
-      a result goes through several of them or the reference defines classes;
+      was given (`decode(encode(x)) == x`) is under test. So are the functions of a type, where a
+      result goes through several of them or the reference defines classes;
     * objects whose methods are called with such results, for a verdict, and with nothing else;
     * functions that are named as an oracle, where others are not.
 

@@ -33,11 +33,11 @@ CLASS_NAME = re.compile(r"[A-Z]+[a-z0-9]+(?:[A-Z]+[a-z0-9]*)*")
 def program_tests(source: str, reference: str, given: Collection[str]) -> ProgramTests:
     """Tests with the names that the program must define.
 
-    These are what the reference solution defines, and what neither Python nor the preamble (its
-    names are `given`) nor the tests themselves define, nor an import of the reference or a module
-    of the library that the tests name. Everything else in the tests, `set`, `sorted` and `np` among
-    it, has Python's own meaning, whatever the program does to it. What the reference defines to
-    check results (`program_helpers`) is the reference's, too.
+    These are what the reference solution defines, and what nothing else does. Others are Python,
+    the preamble (its names are `given`), the tests, an import of the reference, and a module of the
+    library that the tests name. Everything else in the tests, `set`, `sorted` and `np` among it,
+    has Python's own meaning, whatever the program does to it. What the reference defines to check
+    results (`program_helpers`) is the reference's, too.
 
     Without a reference a function under test may have the name of one that is given (`gcd`): if
     there is no other candidate, it is what the tests call first. Raises BadTests for tests that
@@ -117,8 +117,8 @@ def _public(module: str) -> list[str]:
 
 
 def _library(source: str, name: str) -> str:
-    """The statement that imports a library module which the tests use without importing it: a name
-    that only has its attributes read, all of which the module has; "" for any other name."""
+    """The statement that imports a library module which the tests use without importing it. It is a
+    name that only has its attributes read, all of which the module has; "" for any other name."""
     module = ALIASES.get(name, name)
     if module not in sys.stdlib_module_names - NOT_LIBRARY and name not in ALIASES:
         return ""

@@ -54,7 +54,7 @@ def default_folder(named: str | None = None) -> Path:
 def prove(
     name: str, claims: Sequence[Claim], start: Callable[[], Sandbox], folder: Path
 ) -> list[RowProof]:
-    """Check rows that no earlier call has, in parallel, each thread in a sandbox of its own that
+    """Check rows that no earlier call has, in parallel, each thread in a separate sandbox that
     `start` starts. `name`: the task's, for messages on progress. Raises SandboxError."""
     digest = hashlib.sha256(_version().encode())
     for claim in claims:

@@ -31,14 +31,14 @@ INSTRUCTION = "Write the answer, and nothing else, between <answer> and </answer
 
 
 class ReasoningGym(Task):
-    """`name` is one of its datasets, and `settings` are those of the dataset's configuration.
+    """`name` is one of its datasets, and `settings` are the dataset's configuration.
 
     `answer`: the text to judge: "tags", inside the last <answer> and </answer>, which `instruction`
     asks for, or "whole", the response. The scorer's partial credit is the reward; the part
-    "correct" is 1 for full credit alone. The splits are generated from seeds of their own, so that
+    "correct" is 1 for full credit alone. The splits are generated from their own seeds, so that
     a problem may be in both where a dataset has few.
 
-    The package runs in a process of its own (`isolation`), and answers in forks of it, for
+    The package runs in its own process (`isolation`), and answers in forks of it, for
     `timeout_s` seconds of CPU time at most. `scorer`: "own", the dataset's, which is proven first
     (`foreign`); or "exact": an answer is right if it is the reference, as a text or as a number.
     `confinement`, `proof_cache`: as of `rlcore.tasks.code`.

@@ -48,7 +48,7 @@ class RecordTask(Task, ABC):
     `heldout_share` of the training rows are held out, by the hashes of their questions.
 
     A field is a column name or a dotted path into it (`reward_model.ground_truth`,
-    `prompt.0.content`). `instruction` is appended to every question, on a line of its own, which is
+    `prompt.0.content`). `instruction` is appended to every question, on its own line, which is
     the last message of a conversation. missing_answer="skip" leaves
     rows without an answer out and counts them in `skipped`.
     """

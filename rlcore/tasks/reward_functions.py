@@ -1,5 +1,5 @@
-"""Reward functions as a user has them: rlcore's own form, and those of verl (recipes of 2026), TRL
-1.x and OpenRLHF 0.10, each recognised by its parameters and called unchanged."""
+"""Reward functions as a user has them: rlcore's own form, and the forms of verl (recipes of 2026),
+TRL 1.x and OpenRLHF 0.10. Each is recognised by its parameters and called unchanged."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class RewardFunction:
         self, item: Item, response: str, tokens: Sequence[str], messages: bool
     ) -> Grade | None:
         """The reward of a response; None where the function leaves it unrewarded, as TRL's may.
-        Raises the function's own errors, and ValueError for a result that is no reward."""
+        Raises the function's own errors, and ValueError for a result that is not a reward."""
         if self.form.given is None or self.form.read is None:
             further = {"tokens": tokens} if wants_tokens(self.function) else {}
             return as_grade(_awaited(self.function(item, response, **further)))

@@ -1,5 +1,5 @@
-"""Rows of local data: files of JSON, JSON Lines, CSV, Parquet and Arrow, folders that a Hugging
-Face data set was saved to, and sets in the local cache of Hugging Face."""
+"""Rows of local data: files of JSON, JSON Lines, CSV, Parquet and Arrow. Also folders that a
+Hugging Face data set was saved to, and sets in the local cache of Hugging Face."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def rows(
     argument: str, path: str | Sequence[str], split: str | None = None
 ) -> Iterator[tuple[int, Row]]:
     """(row number from 1, row) of a data file, of all that a pattern matches, of a folder of them
-    or one that `save_to_disk` wrote, of a set in the local cache, `hf:OWNER/NAME` or
-    `hf:OWNER/NAME/CONFIGURATION`, or of a list of these, one after the other; in a single file of
+    or one that `save_to_disk` wrote. Or of a set in the local cache, `hf:OWNER/NAME` or
+    `hf:OWNER/NAME/CONFIGURATION`, or of a list of these, one after the other. In a single file of
     JSON Lines the row number is the line number. `split`: of a folder or set that has several.
 
     JSON values without a meaning are `Meaningless`. Raises ArgumentError for `argument`.
@@ -114,8 +114,8 @@ def rows(
             argument,
             path,
             f"is not accepted: give a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file (the first "
-            "three may end in .gz), a folder, a pattern or a list of such files, a folder that a "
-            "Hugging Face data set was saved to, or OWNER/NAME of one in the local cache; "
+            "three may end in .gz), a folder, a pattern or a list of such files. Or give a folder "
+            "that a Hugging Face data set was saved to, or OWNER/NAME of one in the local cache; "
             f"{not_here(str(path), 'dataset')}.",
         )
     if not file.is_file():
@@ -199,7 +199,7 @@ def _decoded(argument: str, file: Path, number: int | None, data: bytes) -> str:
     except UnicodeDecodeError as error:
         row = "" if number is None else f" in row {number}"
         raise ArgumentError(
-            argument, file, f"cannot be read as UTF-8: byte {error.start + 1}{row} is no text."
+            argument, file, f"cannot be read as UTF-8: byte {error.start + 1}{row} is not text."
         ) from error
 
 
@@ -383,7 +383,7 @@ def _matching(argument: str, pattern: str) -> list[Path]:
         raise ArgumentError(argument, pattern, "matches no file.")
     odd = [file.name for file in files if _reader(file) is None]
     if odd:
-        why = f"matches {odd[0]}, which is no data file: end it in a suffix, such as *.parquet."
+        why = f"matches {odd[0]}, which is not a data file: end it in a suffix, such as *.parquet."
         raise ArgumentError(argument, pattern, why)
     return files
 
@@ -479,7 +479,7 @@ def _saved(argument: str, folder: Path, split: str | None) -> Iterator[Row]:
         raise ArgumentError(
             argument,
             folder,
-            f"is no folder of data files or of a saved Hugging Face data set: it has no {STATE} "
+            f"is not a folder of data files or of a saved Hugging Face data set: it has no {STATE} "
             f"(it has: {', '.join(found) or 'nothing'}).",
         )
     try:

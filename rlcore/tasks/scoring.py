@@ -1,9 +1,9 @@
 """Grading in separate processes, with a deadline for every answer.
 
 One thread serves each grading process. A failure of a grader becomes the status of the sample that
-it judged, never a reward: "error" if it raised, or returned no finite number; "timeout" if it
-passed its deadline (by an alarm in the process, or by killing a process that ignores it); "error"
-if its process died twice (the second time alone, in a fresh one).
+it judged, never a reward. It is "error" if it raised, or returned no finite number. It is "timeout"
+if it passed its deadline (by an alarm in the process, or by killing a process that ignores it). It
+is "error" if its process died twice (the second time alone, in a fresh one).
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Scorer:
                 answer="" if answer.purpose == "train" else str(verdict.get("answer", "")),
             ).checked()
         except (KeyError, TypeError, ValueError) as fault:  # of this answer alone
-            error = f"the grading process sent what is no verdict: {type(fault).__name__}: {fault}"
+            error = f"the grading process did not send a verdict: {type(fault).__name__}: {fault}"
             score = Score(*ids, "error", error=error[:MAX_ERROR])
         return answer, score
 

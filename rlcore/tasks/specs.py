@@ -33,7 +33,7 @@ class EvalTaskSpec(Spec):
     )
     rewards: dict[str, RewardSpec] = setting(
         default_factory=dict,
-        meaning="rewards that are added to that of the task's own grader, by label",
+        meaning="rewards that are added to the task's own grader's, by label",
     )
     grade_weight: float | None = setting(
         1.0,
@@ -53,7 +53,7 @@ class EvalTaskSpec(Spec):
 
     @property
     def weighed(self) -> bool:
-        """True if the reward is more than that of the task's own grader."""
+        """True if the reward is more than the task's own grader's."""
         return bool(self.rewards) or self.grade_weight != 1.0
 
     @property
@@ -76,7 +76,7 @@ class DifficultySpec(Spec):
     """The pass rates of problems are remembered, and solved or hopeless problems are drawn less.
 
     A pass is a response whose part "correct" of the grade, or whose reward where the grader has no
-    such part, is 1 or more, as in evaluations. A problem's rate is that of its newest group.
+    such part, is 1 or more, as in evaluations. A problem's rate is its newest group's.
     """
 
     resample_rate: float = setting(

@@ -39,7 +39,7 @@ class StdinCode(CodeTask):
     tests are compressed. tests_field may name several columns, whose tests are joined. The
     function of a row without "fn_name" is at function_field, where it has that.
 
-    A program that reads and prints runs in a process of its own for each test. Outputs are compared
+    A program that reads and prints runs in its own process for each test. Outputs are compared
     by their tokens, numbers with a point with `tolerance`; an output that is a list of texts names
     several that are accepted. A program has timeout_s seconds for all its tests.
     partial_credit: the reward is the share of tests passed; a program that exceeds a limit has
@@ -178,7 +178,7 @@ def _unpacked(value: Any) -> Any:
     except (ValueError, zlib.error) as error:
         raise ValueError("it is neither JSON nor compressed JSON") from error
     if not inflate.eof:
-        raise ValueError(f"its compressed content is no text of at most {MOST_UNPACKED >> 20} MiB")
+        raise ValueError(f"its compressed content is not text of at most {MOST_UNPACKED >> 20} MiB")
     return json.loads(text)
 
 
@@ -193,7 +193,7 @@ def _pickled_text(data: bytes) -> str:
     texts = [str(value) for name, value in found if name in _TEXT]
     others = {name for name, _ in found} - _TEXT - _AROUND
     if len(texts) != 1 or others:
-        raise ValueError("it is no pickled text")
+        raise ValueError("it is not pickled text")
     return texts[0]
 
 
@@ -223,7 +223,7 @@ def _read(pairs: Sequence[Any], function: str) -> list[Any]:
         raise ValueError("there are no tests")
     if function:
         if not function.isidentifier():
-            raise ValueError(f"fn_name {function!r} is no name")
+            raise ValueError(f"fn_name {function!r} is not a name")
         return [(_arguments(i), _accepted(_json(o))) for i, o in pairs]
     return [(_text(i), [_text(o)] if isinstance(o, str) else list(map(_text, o))) for i, o in pairs]
 
@@ -245,5 +245,5 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
+        raise TypeError(f"{value!r:.40} is not text")
     return value

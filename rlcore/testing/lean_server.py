@@ -20,7 +20,7 @@ def answer(source: str, timeout_s: int) -> dict[str, Any]:
     """The `error` and `response` of one source.
 
     `hang` in it takes longer than the limit, `crash` ends the REPL, and `slow_import` does not load
-    in time; sorry and native_decide rest on their axioms, an open comment hides what follows.
+    in time. sorry and native_decide rest on their axioms, an open comment hides what follows.
     """
     for word, error in (
         ("slow_import", f"Lean REPL header command timed out in {timeout_s} seconds"),

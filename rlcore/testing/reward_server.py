@@ -62,7 +62,7 @@ class RewardServer:
             request_queue_size = 64
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that is gone is no error of a test."""
+                """A client that is gone is not an error of a test."""
 
         self._server = Server(("127.0.0.1", port), Handler)
         self._thread = threading.Thread(

@@ -1,5 +1,5 @@
-"""A policy that is a table of logits, behind the learner's protocols, in float64: small enough to
-enumerate every sequence, so that an expected gradient is a sum and not an estimate."""
+"""A policy that is a table of logits, behind the learner's protocols, in float64. It is small
+enough to enumerate every sequence, so that an expected gradient is a sum and not an estimate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Low-rank adapters that are published alone, for base weights that the actors already have.
 
-The adapter of a weight W [out, in] is two tensors beside its name, A [rank, in] and B [out, rank],
-of which B is published with the adapter's scale: the actors compute x W^T + (x A^T) B^T. No torch.
+The adapter of a weight W [out, in] is two tensors under its name, A [rank, in] and B [out, rank],
+of which B is published with the adapter's scale. The actors compute x W^T + (x A^T) B^T. No torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def together(manifests: Sequence[WeightManifest]) -> WeightManifest:
     """
     names = tuple(n for m in manifests for n in m.names)
     if len(set(names)) < len(names) or len({(m.version, m.dtype) for m in manifests}) > 1:
-        raise ValueError("parts of a set must have one version, one dtype and names of their own")
+        raise ValueError("parts of a set must have one version, one dtype and their own names")
     return WeightManifest(
         version=manifests[0].version,
         names=names,

@@ -1,6 +1,6 @@
 """Synchronisation of a receiver that has stopped for new weights with the calls of their sender.
 
-The loop has every receiver stop between two steps first and lets the learner send only then, so a
+The loop has every receiver stop between two steps first and lets the learner send only then. So a
 collective never begins before all of its ranks are there to enter it. No torch.
 """
 

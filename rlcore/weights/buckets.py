@@ -114,7 +114,7 @@ class DiskTransport(WeightTransport):
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """CPU tensors of one version, views into the mapped file, a bucket at a time.
 
-        Raises ArrivalError if they are not as announced, OSError if there is no such file.
+        Raises ArrivalError if they are not as announced, OSError for a missing file.
         """
         tensors = from_blob(np.memmap(handle, np.uint8, mode="r"))
         return arriving(manifest, in_buckets(tensors.items(), self._bucket_bytes))

@@ -86,7 +86,7 @@ def round_folder(folder: Path, spec: RoundingSpec, form: str) -> int:
 def compressed(
     tensors: Mapping[str, Tensor], names: Sequence[str], spec: RoundingSpec
 ) -> dict[str, Tensor]:
-    """All tensors, those of `names` as codes and scales under names of compressed-tensors."""
+    """All tensors, `names` among them as codes and scales under names of compressed-tensors."""
     done = {n: t for n, t in tensors.items() if n not in set(names)}
     for group in sharing(names, spec.rounding):
         whole = torch.cat([tensors[n] for n in group])
@@ -126,7 +126,7 @@ def _parts(
 
 def _pack_integers(codes: Tensor, bits: int) -> Tensor:
     """[out, in] -> [out, in * bits / 32] int32: the first in the lowest bits, each with an offset
-    of 2^(bits - 1); missing ones at the end of a row are 0."""
+    of 2^(bits - 1). Missing ones at the end of a row are 0."""
     count = 32 // bits
     values = codes.to(torch.int64) + 2 ** (bits - 1)
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % count))

@@ -1,7 +1,7 @@
 """Names of a mixture of experts' weights: stacked in a trained model, one by one everywhere else.
 
 transformers holds the experts of a layer as two parameters, `experts.gate_up_proj` [E, 2I, H] and
-`experts.down_proj` [E, H, I]; a model folder has three matrices an expert,
+`experts.down_proj` [E, H, I]. A model folder has three matrices an expert,
 `experts.0.gate_proj.weight` and so on, and these are the names that are published. vLLM stacks them
 again, as `experts.routed_experts.w13_weight` and `w2_weight`. E experts, H the model's width, I an
 expert's.

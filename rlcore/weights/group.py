@@ -232,7 +232,7 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _pack(manifest: WeightManifest, limit: int) -> Iterator[tuple[_Part, int]]:
     """Tensors in order, packed into buffers of at most `limit` bytes, 16-byte aligned.
 
-    A larger tensor has a buffer of its own.
+    A larger tensor has its own buffer.
     """
     part: _Part = []
     at = 0

@@ -47,7 +47,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     """A 63-bit checksum of a tensor's bits, order, shape and dtype.
 
     A weighted sum of the elements' bit patterns modulo 2**64. The weights are odd, so one altered
-    element always changes the sum; they differ by position, so order counts; and integer sums do
+    element always changes the sum. They differ by position, so order counts; and integer sums do
     not depend on the order of addition, so CPU and GPU agree. It detects lost and mixed-up weights,
     not deliberate tampering.
     """

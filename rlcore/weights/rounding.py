@@ -36,9 +36,9 @@ def quantise(
 
     fp8 (E4M3) and symmetric integers: scale = max|w| / (largest value of the format), over the
     whole tensor, per output channel (row) or per `block` x `block` tile. mxfp4 and nvfp4 are E2M1,
-    to nearest even, with scales of their own over 32 and 16 columns of a row: the power of two
-    2^(floor(log2 max|w|) - 2) (OCP Microscaling Formats 1.0, section 6.3), and max|w| / 6 in E4M3,
-    in units that let the tensor's largest be 448. An all-zero region stays zero.
+    to nearest even, with scales over 32 and 16 columns of a row. The scale of mxfp4 is the power of
+    two 2^(floor(log2 max|w|) - 2) (OCP Microscaling Formats 1.0, section 6.3). nvfp4's is max|w| /
+    6 in E4M3, in units that let the tensor's largest be 448. An all-zero region stays zero.
     """
     w = weight.float()
     if kind == "mxfp4":

@@ -27,7 +27,7 @@ class EmptiedStorages:
         zeros. Storages that torch does not own are left as they are.
 
         `copies`: host memory that an earlier call gave the same storages, and this one leaves here;
-        that of other storages is dropped. New memory costs more than the copy: the host clears each
+        other storages' memory is dropped. New memory costs more than the copy: the host clears each
         page at its first use.
         """
         copies = {} if copies is None else copies

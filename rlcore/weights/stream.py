@@ -67,7 +67,7 @@ def arriving(
 
 
 def in_buckets(tensors: Pairs, limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in buckets of at most `limit` bytes; a larger tensor has one of its own.
+    """The tensors in buckets of at most `limit` bytes; a larger tensor has its own.
 
     Nothing of a bucket is kept here once the next one is asked for.
     """

@@ -117,9 +117,9 @@ class VllmSender(GroupSender):
 
 @contextlib.contextmanager
 def _own_stream() -> Iterator[None]:
-    """The caller's CUDA stream, kept. vLLM's communicator leaves the thread that forms it on a
-    stream of its own, on which the next training step would run; and the packed sender reads the
-    weights on further streams, which do not wait for the optimizer's."""
+    """The caller's CUDA stream, kept. vLLM's communicator leaves the thread that forms it on its
+    own stream, on which the next training step would run. The packed sender reads the weights on
+    further streams, which do not wait for the optimizer's."""
     if not torch.cuda.is_available():
         yield
         return
@@ -193,7 +193,8 @@ REACH = 2**31 - 1  # entries of a tensor that vLLM's indices, int32, can name
 
 class PatchSender(GroupSender):
     """A learner rank's end. Rank 0 keeps the set that was sent last on its host, and sends what
-    differs from it; a whole set every few versions, to a group that is new, and after a failure."""
+    differs from it. It sends a whole set every few versions, to a group that is new, and after a
+    failure."""
 
     def __init__(
         self, rank: int, sender: VllmSender, *, bucket_bytes: int, full_weights_every: int

@@ -86,7 +86,7 @@ def test_an_environment_is_planned_by_rates_of_its_turns(tmp_path, capsys):
 @pytest.mark.parametrize("words, sentence", [
     ([*QUICK, "turns=2"], "turns= is of an environment's episodes, and the run has none"),
     ([*TOOLS, "turns=9"], "turns=9 is not accepted: episodes have 1 to environment.max_turns=3"),
-    ([*TOOLS, "call_s=-1"], "call_s=-1 is no positive number"),
+    ([*TOOLS, "call_s=-1"], "call_s=-1 is not a positive number"),
 ])  # fmt: skip
 def test_words_of_episodes_are_checked(words, sentence, capsys):
     assert main([*words, "gpu=h100", "shape=qwen3-1.7b"]) == 2
@@ -111,8 +111,8 @@ def test_a_gpu_s_forecast_of_an_environment_takes_its_turns_from_the_words(tmp_p
     (["gpu=h100", "shape=qwen9"], "shape=qwen9 is not accepted"),
     (["gpu=l40s", "shape=qwen3-32b"], "gpu=l40s is too small"),
     (["gpu=h100", "shape=qwen3-8b", "picture=a.svg"], "picture=a.svg needs actors=1,2,4"),
-    (["gpu=h100", "shape=qwen3-8b", "actors=1,x"], "actors=1,x is no list of numbers"),
-    (["gpu=h100", "shape=qwen3-8b", "median_tokens=-1"], "median_tokens=-1 is no positive"),
+    (["gpu=h100", "shape=qwen3-8b", "actors=1,x"], "actors=1,x is not a list of numbers"),
+    (["gpu=h100", "shape=qwen3-8b", "median_tokens=-1"], "median_tokens=-1 is not a positive"),
     (["rates=/nowhere"], "rates=/nowhere cannot be read"),
     (["rates=/nowhere", "shape=qwen3-8b"], "shape=qwen3-8b is for gpu=NAME"),
     (["rates=/nowhere", "median_tokens=9"], "median_tokens=9 is for gpu=NAME"),
@@ -257,7 +257,7 @@ def test_gpus_are_divided_compared_and_drawn(tmp_path, capsys):
     (["gpu=h100", "shape=qwen3-8b", "gpus=x"], "gpus=x is not accepted: give a whole number"),
     (["gpu=h100", "shape=qwen3-8b", "variants=fp8"], "variants=fp8 needs gpus=N"),
     (["gpu=h100", "shape=qwen3-8b", "gpus=8", "variants=int3"], "variants=int3 is not accepted"),
-    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "failures=-1"], "failures=-1 is no list"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "failures=-1"], "failures=-1 is not a list"),
     (["gpu=h100", "shape=qwen3-8b", "gpus=2"], "gpus=2 of gpu=h100 are too few"),
     (["gpu=h100", "shape=qwen3-8b", "gpus=8", "actor=[bf16,fp8]"], "needs one kind of actor"),
 ])  # fmt: skip

@@ -56,7 +56,7 @@ def test_rates_of_a_run_are_written_for_the_planner(tmp_path, capsys):
 @pytest.mark.parametrize("words, sentence", [
     (["out=x"], "runs= is missing"),
     (["runs=x"], "out= is missing"),
-    (["runs=/nowhere", "out=x"], "runs=/nowhere is no run directory"),
+    (["runs=/nowhere", "out=x"], "runs=/nowhere is not a run directory"),
     (["gpu=h100"], "gpu=h100 is not a key of rlcore plan measure"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):

@@ -48,11 +48,11 @@ def test_texts_and_numbers_are_played_by_the_package(tmp_path):
     lake = found["lake"]
     assert "SFFF" in re.sub(r"\x1b\[[0-9]*m", "", lake["opening"])
     assert lake["rewards"] == [0.0, 0.0, None, 0.0, 0.0, 0.0, 1.0] and lake["over"]
-    assert lake["answers"][2] == "That is no action: answer 0 to 3, or left, down, right, up."
+    assert lake["answers"][2] == "That is not an action: answer 0 to 3, or left, down, right, up."
     assert lake["parts"] == {"correct": 1.0, "finished": 1.0, "invalid": 1.0}
     words = found["words"]
     assert words[0] == words[1] and words[0]["rewards"] == [None, 1.0]
-    assert words[0]["answers"][0].startswith("That is no action of Text")
+    assert words[0]["answers"][0].startswith("That is not an action of Text")
     assert found["number"]["opening"] == "0" and found["number"]["parts"]["invalid"] == 1.0
     missing, continuous, few = found["refused"]
     assert "environment.args.id=Nothing-v0 cannot be made" in missing

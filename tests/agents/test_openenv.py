@@ -73,7 +73,7 @@ def test_a_session_is_an_episode_and_its_rewards_are_those_of_its_turns(url):
     ("args", "words"),
     [
         ({"action": "message"}, "answers step with VALIDATION_ERROR"),
-        ({"shown": "text"}, "environment.args.shown=text is no field of the observation"),
+        ({"shown": "text"}, "environment.args.shown=text is not a field of the observation"),
     ],
 )
 def test_fields_that_the_server_has_not_fail_the_episode(url, args, words):

@@ -135,12 +135,12 @@ def test_the_documented_agent_of_node_plays(play, tmp_path):
 
 def test_commands_that_cannot_be_run_are_refused():
     for args, words in (
-        ({"command": ""}, "is no command"),
+        ({"command": ""}, "is not a command"),
         ({"command": "true", "program": "a.py:run"}, "two programs"),
     ):
         with pytest.raises(UserError, match=words):
             environment_maker(EnvironmentSpec(name="endpoint", args=args), make_task("digits", {}))
-    with pytest.raises(UserError, match="is no command"):
+    with pytest.raises(UserError, match="is not a command"):
         shell_program(None)
 
 

@@ -126,7 +126,7 @@ def test_a_wrong_count_is_noticed():
     buffer = make_buffer(2, 1, max_staleness=3)
     buffer.admit([PROMPT] * 4)
     buffer.batches.waiting().remove(3)
-    with pytest.raises(LedgerError, match="not those that were counted"):
+    with pytest.raises(LedgerError, match="not the ones that were counted"):
         store.audit(buffer)
     buffer.live.waited_for -= 1
     with pytest.raises(LedgerError, match="3 groups in flight counted, not 4"):

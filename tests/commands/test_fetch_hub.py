@@ -241,7 +241,7 @@ def test_other_caches_of_the_folder_stay(hub, fetched, model):
         (["some/none"], {}, "shows no repository some/none"),
         (["some/gated"], {}, "some/gated is gated: accept its terms"),
         (["some/broken"], {}, "answers status 418 for some/broken"),
-        (["some/model", "revision=x"], {}, "revision=x is of a folder of its own: add out=FOLDER"),
+        (["some/model", "revision=x"], {}, "revision=x needs its own folder: add out=FOLDER"),
         (["a/b/c"], {}, "a/b/c is not accepted: give OWNER/NAME"),
         (["smol"], {}, "name=smol is not accepted"),
         (["smollm2-135m"], {}, "out= is missing"),

@@ -102,7 +102,7 @@ def test_a_folder_has_one_job_at_a_time_which_is_shown_and_cancelled(slurm, caps
     assert Path("scancelled").read_text() == "--batch --signal=TERM 42\n42\n"
     Path("state").write_text("CANCELLED")
     assert main(["cancel", "run_dir=runs/there"]) == 2
-    assert "has no job that waits or runs" in capsys.readouterr().err
+    assert "has no queued or running job" in capsys.readouterr().err
     assert main(["jobs", "run_dir=other"]) == 2
     assert main([*WORDS, *SLURM]) == 0 and jobs.kept("runs/there") == ["42", "42"]
 

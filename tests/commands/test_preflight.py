@@ -442,7 +442,7 @@ def test_a_grader_that_asks_for_tokens_is_refused_where_it_would_get_none(model,
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["task=json:loads"], ["task.name=json:loads", "is no class", "rlcore.interfaces.Task"]),
+        (["task=json:loads"], ["task.name=json:loads", "is not a class", "rlcore.interfaces.Task"]),
         (["task=json:JSONDecoder"], ["task.name=json:JSONDecoder", "lacks", "grade"]),
         (["actor.bf16.engine=json:loads"], ["actor.bf16.engine=json:loads", "RolloutEngine"]),
         (["environment=openenv", "environment.args.url=5"], ["environment.args", "url", "5"]),

@@ -178,7 +178,7 @@ def test_a_check_of_a_cpu_or_of_another_vllm_shows_nothing(tmp_path, with_vllm):
         with pytest.raises(UserError, match=r"no rows of part experts on a GPU with vLLM 0\.32"):
             check_experts(load(["run_dir=x", *words]), MIXTURE)
     (tmp_path / "other").write_text("[1]\n")
-    for name, says in (("none", "cannot be read"), ("other", "are no rows")):
+    for name, says in (("none", "cannot be read"), ("other", "are not rows")):
         words = [f"model.gpu_check={tmp_path / name}", "actor.bf16.num_gpus=1"]
         with pytest.raises(UserError, match=says):
             check_experts(load(["run_dir=x", *words]), MIXTURE)

@@ -64,7 +64,7 @@ REFUSED = {
         "learner.offload.optimizer=cpu keeps off the GPU at all times",
     ),
     "nccl": ([*GPUS, "cluster.transport=nccl"], "cluster.transport=nccl cannot join"),
-    "nodes of its own": (["cluster.launch.learner_nodes=1"], "cluster.launch.learner_nodes=1"),
+    "its own nodes": (["cluster.launch.learner_nodes=1"], "cluster.launch.learner_nodes=1"),
 }
 
 

@@ -79,7 +79,7 @@ def test_a_group_is_explained_with_options_defaults_units_and_meanings():
         (["compare"], "rlcore compare takes DIR, and 0 were given"),
         (["completion", "fish"], "SHELL=fish is not accepted"),
         (["train", "--help", "algoritm"], "perhaps algorithm or"),
-        (["compare", "--help", "learner"], "rlcore compare --help learner is no topic"),
+        (["compare", "--help", "learner"], "rlcore compare --help learner is not a topic"),
         (["plan", "measure", "runs=x"], "out= is missing: rlcore plan measure needs"),
     ],
     ids=" ".join,

@@ -103,7 +103,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["learner.betas=[0.9,1.0]"], ["learner.betas=[0.9, 1.0]", "below 1"]),
     (["rollout.stop=['']"], ["rollout.stop", "empty string"]),
     (["learner=lora", "learner.lora.targets=[]"], ["learner.lora.targets=[]", "at least 1 item"]),
-    (["algorithm.loss=json:loads"], ["algorithm.loss=json:loads", "is no class", "PolicyLoss"]),
+    (["algorithm.loss=json:loads"], ["algorithm.loss=json:loads", "is not a class", "PolicyLoss"]),
     (
         ["algorithm.advantage=json:JSONDecoder"],
         ["algorithm.advantage=json:JSONDecoder", "lacks", "Advantage"],

@@ -329,7 +329,7 @@ def conditional(model: type[BaseModel]) -> Iterator[str]:
         for other, its in fields.items():
             if other != name and get_origin(its.annotation) is Literal:
                 others |= set(get_args(its.annotation)) - {"auto"}
-        others -= set(get_args(info.annotation))  # "loss: a term of its own" says what a value is
+        others -= set(get_args(info.annotation))  # "loss: a separate term" says what a value is
         if conditions and all(c.removeprefix("kind ") in others for c in conditions):
             yield name
 

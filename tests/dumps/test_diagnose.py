@@ -110,7 +110,7 @@ WRONG = {
     "version holds 1e": {"version": 10**300},
     "version holds 0.5": {"version": 0.5},
     "token_ids holds 4.29": {"token_ids": [1, 2, 2**32]},
-    "ref_version is no finite number": {"ref_version": 10**400},
+    "ref_version is not a finite number": {"ref_version": 10**400},
     "topk_logp_ref holds str": {
         "topk_ids_inf": [[1]] * 3,
         "topk_logp_inf": [[-1.0]] * 3,
@@ -118,7 +118,7 @@ WRONG = {
         "topk_ids_ref": [[1]] * 3,
         "topk_logp_ref": [["x"]] * 3,
     },
-    "reward is no finite number": {"reward": math.inf},
+    "reward is not a finite number": {"reward": math.inf},
     "mask covers tokens that no actor sampled": {
         "logp_inf": [0.0] * 5 + [-1.0],
         "logp_ref": [-2.0] * 6,
@@ -136,7 +136,7 @@ WRONG = {
     },
     "logp_inf is -9999 at token 3, which stands for no log-prob": {"logp_inf": [-1.0, -1.0, -9999]},
     "logp_inf holds list at token 1, and a row is one answer": {"logp_inf": [[-1.0]] * 3},
-    "token_ids holds -100, which is no token": {"token_ids": [-100, 5, 6]},
+    "token_ids holds -100, which is not a token": {"token_ids": [-100, 5, 6]},
     "token_ids holds 7, and vocabulary is 7": {"token_ids": [5, 6, 7], "vocabulary": 7},
     "version is 9, after ref_version 3": {"version": 9, "ref_version": 3},
     "version is -1": {"version": [0, 1, -1]},
@@ -198,7 +198,7 @@ def test_files_that_cannot_be_used_are_refused_in_a_sentence(tmp_path, capsys):
         "verl without": "calculate_log_probs=True",
         "trl without": "set vllm_importance_sampling_correction=True",
         "a batch": "a row is one answer",
-        "absent": "is no file",
+        "absent": "is not a file",
     }
     for name, sentence in said.items():
         if name in rows:
@@ -273,7 +273,7 @@ def test_kinds_beyond_sixteen_are_one():
         ("dump", b"PK\x03\x04...", "is a pickle"),
         ("dump", b"\x80\x04N.", "is a pickle"),
         ("a.jsonl", b"\x1f\x8b...", "is compressed: decompress it first"),
-        ("dump", b"PAR1...", "is no readable Parquet file"),
+        ("dump", b"PAR1...", "is not a readable Parquet file"),
     ],
 )
 def test_what_is_no_dump_of_rows_is_known_by_its_first_bytes(name, start, said, tmp_path):

@@ -233,7 +233,7 @@ def test_definitions_come_from_a_custom_resource_definition():
 
 
 def test_an_unknown_field_of_a_toleration_is_refused():
-    with pytest.raises(UserError, match=r"tolerations.effects is no field of a toleration"):
+    with pytest.raises(UserError, match=r"tolerations.effects is not a field of a toleration"):
         LaunchSpec(kind="kubernetes", tolerations=[{"effects": "NoSchedule"}]).check(
             "cluster.launch"
         )

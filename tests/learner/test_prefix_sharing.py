@@ -304,7 +304,7 @@ def test_prefixes_are_shared_where_that_is_less_work(model, prompt, response, sa
         ("Gemma2", _SMALL | _MLP | {"head_dim": 16}, "whole context"),
         ("GPT2", _GPT2 | _NO_DROP, None),
         ("GPT2", _GPT2, "dropout"),
-        ("Bloom", {"n_layer": 2, "hidden_size": 32, "n_head": 2, "vocab_size": 40}, "of its own"),
+        ("Bloom", {"n_layer": 2, "hidden_size": 32, "n_head": 2, "vocab_size": 40}, "its own"),
         ("Mamba", {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 40}, "whole context"),
     ],
 )

@@ -189,7 +189,7 @@ def test_windows_shorter_than_a_probe_are_tried():
         (
             "gemma2",
             {"final_logit_softcapping": None, "attn_logit_softcapping": 1.0},
-            "attention is not that of transformers",
+            "attention does not come from transformers",
         ),
         ("phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.5}, "two passes .* differ"),
         ("qwen3", {}, None),

@@ -120,8 +120,8 @@ def test_a_figure_is_a_file_of_its_format(six, tmp_path, x, form, begin):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["format=csv", "y=reward/mea"], "y=reward/mea is no metric of these runs: perhaps reward"),
-        (["format=csv", "x=token"], "x=token is no metric"),
+        (["format=csv", "y=reward/mea"], "y=reward/mea is not a metric of these runs: perhaps"),
+        (["format=csv", "x=token"], "x=token is not a metric"),
         (["format=csv", "labels=A"], "labels=A names 1 configurations, and the runs are of 2"),
         (["format=svg", "ylabel=A,B"], "ylabel=A,B labels 2 axes, and 4 metrics are drawn"),
         (["width=90"], "width= is of figures"),

@@ -159,7 +159,7 @@ def test_what_a_task_of_ones_own_cannot_read_is_refused_by_row(tmp_path):
 def test_bytes_that_are_no_text_name_their_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(f'{QUESTION}"4"}}\n'.encode() + b'{"question": "\xff"}\n')
-    with pytest.raises(UserError, match="cannot be read as UTF-8: byte 15 in row 2 is no text"):
+    with pytest.raises(UserError, match="cannot be read as UTF-8: byte 15 in row 2 is not text"):
         make_task("math", {"train_path": str(path), **MATH_ARGS})
 
 

@@ -84,7 +84,7 @@ def test_what_a_folder_or_a_pattern_cannot_mean_is_said(tmp_path):
     assert len(read(f"{tmp_path}/data/*.jsonl")) == 1  # the remedy
     assert "matches no file" in refusal(tmp_path / "none-*.parquet")
     (tmp_path / "data" / "notes.txt").write_text("")
-    assert "matches notes.txt, which is no data file" in refusal(tmp_path / "data" / "n*")
+    assert "matches notes.txt, which is not a data file" in refusal(tmp_path / "data" / "n*")
     assert "lists no file" in refusal([])
     strange = tmp_path / "a[1].jsonl"
     strange.write_text('{"question": "of this name"}\n')
@@ -136,7 +136,7 @@ def test_links_count_as_what_they_lead_to(tmp_path):
 
 def test_hidden_files_are_not_of_a_set(tmp_path):
     parquet(tmp_path / ".train.parquet", "hidden")
-    for path, said in ((tmp_path, "no folder of data files"), (tmp_path / "*", "matches no file")):
+    for path, said in ((tmp_path, "not a folder of data"), (tmp_path / "*", "matches no file")):
         assert said in refusal(path) and said in refusal(path, "train")
     parquet(tmp_path / "nested" / "deeper" / "train.parquet", "shown")
     assert asked(read(tmp_path)) == asked(read(tmp_path, "train")) == ["shown"]

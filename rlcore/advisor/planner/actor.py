@@ -155,8 +155,8 @@ class RatedActor(SimulatedActor):
     A published version waits for the end of a decode step; prefixes of running requests are then
     computed again, unless these requests were let finish first (`schedule.on_publish`).
 
-    Running requests sample together, so that one count of steps stands for all of them: an answer
-    ends at a count that is known when it begins, and the versions that sampled it follow from the
+    Running requests sample together, so that one count of steps stands for all of them. An answer
+    ends at a count that is known when it begins. The versions that sampled it follow from the
     counts at which the version changed. An event then costs the same however many requests run.
     """
 

@@ -79,8 +79,8 @@ class MeasuredRun:
 
     @property
     def given(self) -> float:
-        """Tokens of a sequence that were not sampled: the learner's positions of a sequence are
-        those of its tokens but the last."""
+        """Tokens of a sequence that were not sampled: the learner's positions of a sequence are all
+        its tokens but the last."""
         positions, tokens = self.mean("train/sequence_positions"), self.mean("train/tokens")
         return (positions - tokens) / self.mean("train/sequences") + 1.0
 
@@ -93,8 +93,8 @@ def measured(
     runs: Sequence[MeasuredRun], *, grade_s: float | None, beside: str = "", scored: bool = False
 ) -> Rates:
     """Rates of these runs. They hold for the same number of processes on the same machine.
-    `grade_s`: seconds to grade one answer; None: the default. `beside`: the critic and teacher of
-    the runs, whose time in the ranks is part of the learner's. `scored`: by a teacher's engines.
+    `grade_s`: seconds to grade one answer; None: the default. `beside` names the critic and teacher
+    of the runs, whose time in the ranks is part of the learner's. `scored`: by a teacher's engines.
     Raises UserError for a run with too few steps.
     """
     played = {run.played for run in runs}
@@ -153,8 +153,8 @@ def _actor(runs: Sequence[MeasuredRun]) -> ActorRates:
 
 
 def _delivery(runs: Sequence[MeasuredRun], grade_s: float) -> float:
-    """Seconds between an answer's record and its score in the buffer, beside its own grading; 0 of
-    runs before that was measured."""
+    """Seconds between an answer's record and its score in the buffer, its own grading excluded; 0
+    of runs before that was measured."""
     name = "time/score_lag_s"
     # of all samples so far, so that the last row knows best
     lags = [float(r.column(name)[-1]) for r in runs if r.has(name)]
@@ -189,13 +189,13 @@ def _learner(runs: Sequence[MeasuredRun]) -> LearnerRates:
 
 
 def _ref_seconds(run: MeasuredRun) -> np.ndarray:
-    """[N]: seconds of p_ref's pass, where it has one of its own."""
+    """[N]: seconds of p_ref's pass, where it has its own."""
     name = "time/learner_ref_s"
     return run.column(name) if run.ref_pass else np.zeros_like(run.column(name))
 
 
 def _gathering(run: MeasuredRun) -> float:
-    """Seconds a step of publications, beside those in which an actor receives, drains and loads."""
+    """Seconds a step of publications, but not while an actor receives, drains and loads."""
     parts = ("receive", "stop", "drain")
     loading = sum(run.a_step(f"time/publish_{part}_s") for part in parts)
     return run.a_step("time/publish_s") - loading

@@ -232,7 +232,7 @@ class PlannedActor(RatedActor):
                 message()
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
-        """The actor may die but never hangs, so a call needs no task and no deadline of its own."""
+        """The actor may die but never hangs, so a call needs no task and no deadline."""
         if not self.dead:
             answer = await work()
         if self.dead:

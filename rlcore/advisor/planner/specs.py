@@ -43,7 +43,7 @@ class LearnerRates(Spec):
     step_s: float = setting(0.1, "of an optimizer step, whatever is in it", unit="s", ge=0)
     token_s: float = setting(1e-4, "more for each token, prompts included", unit="s", ge=0)
     ref_token_s: float = setting(
-        0.0, "of p_ref's pass, for each token, where it is a pass of its own", unit="s", ge=0
+        0.0, "of p_ref's pass, for each token, where it is its own pass", unit="s", ge=0
     )
     phase_token_s: float = setting(
         0.0,

@@ -80,8 +80,7 @@ T = TypeVar("T")
 class SimulatedActor(ActorClient):
     """One process. `die`, `hang` and `wake` happen to it; `refusing` makes it refuse weights.
 
-    Calls that timed out are still carried out when a hung process wakes, as those of a stopped
-    process are.
+    Calls that timed out are still carried out when a hung process wakes, as with a stopped process.
     """
 
     _pids = count(1000)

@@ -158,7 +158,7 @@ class SimulatedLearner(LearnerClient):
     def _own_turn(self) -> None:
         assert self.has_memory, "trains without its memory"
         if self._beside is not None:
-            assert all(e.asleep or e.dead for e in self._beside()), "trains beside an engine"
+            assert all(e.asleep or e.dead for e in self._beside()), "trains next to an engine"
 
     async def release(self) -> dict[str, float]:
         await asyncio.sleep(0.1)

@@ -29,7 +29,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, which starts at 0. Work for a thread runs at once and
+    """An event loop with its own clock, which starts at 0. Work for a thread runs at once and
     takes no time."""
 
     def __init__(self) -> None:

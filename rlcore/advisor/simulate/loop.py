@@ -329,7 +329,8 @@ class Simulation:
         return wanted
 
     async def run(self, events: Events | None = None, *, resume: bool = False) -> Simulation:
-        """Run to the end beside `events`; returns this simulation. Raises what ended the run.
+        """Run to the end, with `events` at their times; returns this simulation. Raises what ended
+        the run.
 
         `resume`: from the newest checkpoint in `root`.
         """

@@ -4,5 +4,5 @@ What can fail at start is done in `start`, not in `__init__`, so that the caller
 itself.
 
 Records go from rollout actor to buffer to learner ranks as the bytes that the rollout actor made of
-them; graders get text and send scores to the buffer; the loop sees counts, ids and references only.
+them. Graders get text and send scores to the buffer; the loop sees counts, ids and references only.
 """

@@ -117,7 +117,7 @@ LEARNER_THREADS = {"watch": 1, "files": 1, "data": 1}
 
 
 class LearnerActor:
-    """One rank of a learner: the policy's, or of a companion that has ranks of its own."""
+    """One rank of a learner: the policy's, or of a companion that has its own ranks."""
 
     def __init__(self, buffer: Any, hosting: Hosting, group: str = POLICY) -> None:
         """`group`: the name that the ranks' own model has among the published sets."""

@@ -35,7 +35,7 @@ class RolloutActor:
     state."""
 
     def __init__(self, buffer: Any, scorer: Any, hosting: Hosting) -> None:
-        """`buffer`: (handle, name). `scorer`: the graders beside the driver."""
+        """`buffer`: (handle, name). `scorer`: the graders on the driver's node."""
         self._buffer, self._buffer_name = buffer
         self._scorer = scorer
         self._hosting = hosting

@@ -1,4 +1,4 @@
-"""The graders' process: one beside the driver, and one on each other node of rollout actors."""
+"""The graders' process: one on the driver's node, and one on each other node of rollout actors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Verdict = dict[str, Any]  # of one sample of an evaluation, readable
 
 
 class ScorerActor:
-    """Grader processes between rollout actors and buffer. The one beside the driver keeps the
+    """Grader processes between rollout actors and buffer. The one on the driver's node keeps the
     verdicts of evaluations."""
 
     def __init__(
@@ -38,7 +38,7 @@ class ScorerActor:
     ) -> None:
         """`buffer`: its name, since Ray repeats these arguments when it restarts this process.
         `pools`: one a training task; the first has the evaluation tasks too. `tokenizer_path`: for
-        readable samples. `home`: name of the process beside the driver, for a process elsewhere,
+        readable samples. `home`: name of the process on the driver's node, for a process elsewhere,
         which starts its graders at once, since actors send to it as soon as they find it."""
         self._buffer = ray.get_actor(buffer)
         self._home: Any = ray.get_actor(home) if home else None

@@ -1,4 +1,4 @@
-"""The learner's client: the policy's ranks, and those of companions with ranks of their own."""
+"""The learner's client: the policy's ranks, and the ranks of companions."""
 
 from __future__ import annotations
 

@@ -86,12 +86,12 @@ class RayScorer(ScorerClient):
 
 def scorer_name(buffer: str, node_id: str = "") -> str:
     """The name of the graders' process of a node, under which other processes find it; without a
-    node that of the one beside the driver."""
+    node, the one on the driver's node."""
     return f"{buffer}-graders" + (f"-{node_id[:12]}" if node_id else "")
 
 
 class RayNodeScorers:
-    """The graders' processes beside actors. Ray restarts one that dies; one that cannot go on is
+    """The graders' processes on actors' nodes. Ray restarts one that dies; one that cannot go on is
     given up, and the actors of its node then send to the driver's graders."""
 
     def __init__(
@@ -114,7 +114,7 @@ class RayNodeScorers:
         self.start()
 
     def start(self) -> set[str]:
-        """Start a process on each new node that has a CPU besides those of the grading processes;
+        """Start a process on each new node that has a CPU besides what the grading processes use;
         returns the nodes there are."""
         found = other_actor_nodes(own_nodes=self._hosting.own_nodes)
         for node_id, resources in found.items():

@@ -1,7 +1,7 @@
 """Shards of the buffer: one for each node with rollout actors but the driver's, where the buffer
 itself is.
 
-A process has the name of its node's shard, under which actors find it; a shard is named after that
+A process has the name of its node's shard, under which actors find it. A shard is named after that
 and the number of the process, "NAME#2": the records of an earlier process are lost with it."""
 
 from __future__ import annotations

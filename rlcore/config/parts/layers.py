@@ -22,9 +22,9 @@ class RoundingPart(LearnerPart):
         actor = c.actor.get(label or "")
         refuse(
             actor is None or actor.rounding == "none",
-            f"{key} is no actor of this run with emulated rounding: set actor.{label}.rounding, or "
-            f"choose one of {', '.join(rounding) or 'none'} (of vLLM's own FP8 the learner would "
-            "have to repeat the kernels).",
+            f"{key} is not an actor of this run with emulated rounding: set "
+            f"actor.{label}.rounding, or choose one of {', '.join(rounding) or 'none'} (of vLLM's "
+            "own FP8 the learner would have to repeat the kernels).",
         )
         assert actor is not None
         for whose, spec in (("learner", c.learner), (f"actor.{label}", actor)):

@@ -35,7 +35,7 @@ class TeacherPart(LearnerPart):
         unknown = sorted(set(c.teacher.paths) - set(c.tasks))
         refuse(
             bool(unknown),
-            f"teacher.paths has {', '.join(unknown)}, which is no task of the run: it has "
+            f"teacher.paths has {', '.join(unknown)}, which is not a task of the run: it has "
             f"{', '.join(c.tasks)}.",
         )
         _context(c)
@@ -55,9 +55,8 @@ class TeacherPart(LearnerPart):
         return {"teacher": sum(facts.frozen_bytes(own, c.learner) for own in found)}
 
     def work(self, c: RunConfig, parameters: float) -> Work:
-        """Scores are taken before a phase, or in each pass over the whole vocabulary. An
-        episode behind a context is taken for two, and of several teachers the largest for all
-        tasks."""
+        """Scores are taken before a phase, or in each pass over the whole vocabulary. An episode
+        behind a context is taken for two, and of several teachers the largest for all tasks."""
         spec = c.teacher
         if not spec.used or spec.kind == "engine":
             return NO_WORK
@@ -130,14 +129,14 @@ def _sampled(c: RunConfig) -> None:
 
 
 def _engine(c: RunConfig) -> None:
-    """An engine has a model that stays as it is, scores at temperature 1, has resources of its own,
+    """An engine has a model that stays as it is, scores at temperature 1, has its own resources,
     and is asked before a sample counts as lost."""
     label = c.teacher.actor
     own = [name for name, actor in c.actor.items() if actor.kind == "draft"]
     refuse(
         label is not None and label not in own,
-        f"teacher.actor={label} is no draft actor of the run, which has "
-        f"{', '.join(own) or 'none'}: only a draft has a model of its own; the policy teaches "
+        f"teacher.actor={label} is not a draft actor of the run, which has "
+        f"{', '.join(own) or 'none'}: only a draft has its own model; the policy teaches "
         "itself with teacher=policy or previous.",
     )
     for name in c.tasks:

@@ -125,8 +125,8 @@ def _check_sampling(c: RunConfig) -> None:
     for key, label, spec in ((k, n, s) for k, chosen in lists for n, s in chosen.items()):
         refuse(
             spec.rejects or spec.needs_topk or isinstance(spec, DvpSpec),
-            f"{key}={label} rests on the distribution that each token was drawn from, and "
-            "with model.diffusion only an estimate of its log-prob is known: use ais, tis, mis or "
+            f"{key}={label} rests on the distribution that each token was drawn from. With "
+            "model.diffusion only an estimate of its log-prob is known: use ais, tis, mis or "
             "another that weighs by ratios.",
         )
         refuse(
@@ -151,8 +151,8 @@ def _check_learning(c: RunConfig) -> None:
         count = getattr(learner, name)
         refuse(
             count > 1,
-            f"learner.{name}={count} splits layers that are named and attend as those of causal "
-            "models, and model.diffusion is set: use 1.",
+            f"learner.{name}={count} splits layers that are named and attend as in causal models, "
+            "and model.diffusion is set: use 1.",
         )
     refuse(
         learner.attention not in ("auto", "sdpa"),

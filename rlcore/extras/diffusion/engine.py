@@ -403,7 +403,7 @@ class DiffusionEngine(BookedEngine):
         finish: decodes until the requests that have begun are done (their trajectories come with
         the next `step`). abort: requests begin anew, with the same seeds. Raises ValueError, the
         old weights untouched, for a set that is not the model's, a version that goes back, or
-        in_flight: one version denoises a whole response, and its log-probs are estimated once.
+        in_flight. One version denoises a whole response, and its log-probs are estimated once.
         """
         if version < self.version and self.unfinished():
             raise ValueError(

@@ -1,8 +1,8 @@
 """The masked inputs of a masked-diffusion model, made of a prompt and its response, for the
 estimate of log-probs, its variance, and supervised training.
 
-The estimate is the one-pass one of d1 (arXiv 2504.12216, section 3.1), which papers/ais.txt uses:
-the whole response is masked, and so is each token of the prompt with a probability of 0.15. One
+The estimate is the one-pass one of d1 (arXiv 2504.12216, section 3.1), which papers/ais.txt uses.
+The whole response is masked, and so is each token of the prompt with a probability of 0.15. One
 forward pass then gives log p of every response token. A response is as long as the canvas on which
 it was denoised; what follows its end of sequence stays masked and is not scored.
 """
@@ -60,7 +60,7 @@ class Estimate:
         missing = [name for name in (SEED, PROMPT_MASK, CANVAS) if name not in t.extras]
         if missing:
             raise ValueError(
-                f"trajectory {t.request_id} has no {missing[0]}: its log-probs are not those of a "
+                f"trajectory {t.request_id} has no {missing[0]}: its log-probs do not come from a "
                 "masked-diffusion engine"
             )
         seed, canvas = int(t.extras[SEED][0]), int(t.extras[CANVAS][0])
@@ -174,8 +174,8 @@ class MaskedEstimator(LogProbEstimator):
 def masked_answer(
     answer: Sequence[int], end: int, canvas: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [n], masked [n] bool) of an answer as it is trained on: filled up to the canvas with
-    the end of sequence, and with a number of masks that is uniform on 1..n (LLaDA's masked
+    """(tokens [n], masked [n] bool) of an answer as it is trained on. It is filled up to the canvas
+    with the end of sequence, and has a number of masks that is uniform on 1..n (LLaDA's masked
     cross-entropy, arXiv 2502.09992 eq. 5, with a count instead of a ratio)."""
     tokens = np.full(max(canvas, len(answer) + 1), end, np.int64)
     tokens[: len(answer)] = answer

@@ -39,7 +39,7 @@ def check_masked(config: Mapping[str, Any], *, whose: str) -> None:
     refuse(
         config.get("model_type") != MODEL_TYPE,
         f"{whose} has model_type={config.get('model_type')}, and of masked-diffusion models only "
-        f"those of LLaDA's form (model_type={MODEL_TYPE}) are supported: its own code is not run.",
+        f"ones of LLaDA's form (model_type={MODEL_TYPE}) are supported: its own code is not run.",
     )
     for key, accepted in SUPPORTED.items():
         refuse(

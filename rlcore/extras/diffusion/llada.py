@@ -21,8 +21,7 @@ from rlcore.models.specs import FreshModelSpec
 
 
 class LladaConfig(PreTrainedConfig):
-    """LLaDA's config.json under its own keys; `folder.py` says which values are
-    supported."""
+    """LLaDA's config.json under its own keys; `folder.py` says which values are supported."""
 
     model_type = MODEL_TYPE
     attribute_map = {  # noqa: RUF012  # transformers reads it from the class
@@ -67,7 +66,7 @@ class LladaBlock(GradientCheckpointingLayer):
         self.ff_out = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x [R, W, D]; `turns`: cosines and sines [R, 1, W, head_dim]; mask [R, 1, W, W] bool, True
+        """x [R, W, D]; `turns`: cosines and sines [R, 1, W, head_dim]. mask [R, 1, W, W] bool, True
         where a position attends to another, or None: to all of its row."""
         x = x + self.attn_out(self._attend(self.attn_norm(x), turns, mask))
         normed = self.ff_norm(x)
@@ -116,8 +115,8 @@ class LladaStack(nn.Module):
         segments: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """input_ids [R, W]. `segments` [R, W]: positions attend to those of their row with the same
-        number; None: to all. Further arguments of causal models are accepted and not read."""
+        """input_ids [R, W]. `segments` [R, W]: positions attend to positions of their row with the
+        same number; None: to all. Further arguments of causal models are accepted and not read."""
         x = self.transformer["wte"](input_ids)
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])

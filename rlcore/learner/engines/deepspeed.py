@@ -1,6 +1,6 @@
 """DeepSpeed as a training engine, ZeRO 0 to 3.
 
-Gradient accumulation. DeepSpeed's own counter is not used: the number of micro-batches changes from
+Gradient accumulation. DeepSpeed's own counter is not used. The number of micro-batches changes from
 step to step, and with `gradient_accumulation_steps=1` every backward would end an accumulation
 (ZeRO-2 then keeps the last micro-batch only). The boundary is set by hand before every backward,
 and no loss is divided by a number of steps. Every rank must make the same number of backward calls.

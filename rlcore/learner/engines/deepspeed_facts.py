@@ -89,8 +89,8 @@ def learner_rank(
     """Peak bytes on the device of one rank, in a backward pass or at the optimizer step, whichever
     is more.
 
-    `kl`: a frozen policy is held beside the trained one. `trained`: entries that are trained; None:
-    all.
+    `kl`: a frozen policy is held next to the trained one. `trained`: entries that are trained;
+    None: all.
     """
     own = _computed(sizes, spec) if trained is None else trained
     parts = _held(sizes, spec, own)
@@ -115,7 +115,7 @@ def waiting_rank(
 
 
 def frozen_model(sizes: ModelSizes, spec: LearnerSpec) -> float:
-    """Bytes of a model without gradients: whole layers, also beside parts of the policy's."""
+    """Bytes of a model without gradients: whole layers, also next to parts of the policy's."""
     if spec.offload.parameters != "none":
         return 0.0
     split = spec.ranks if spec.zero_stage == 3 else 1
@@ -237,8 +237,9 @@ def learner_host(
     trained: float | None = None,
     kept_width: int = 0,
 ) -> Parts:
-    """Peak bytes in the host memory of one rank: what its GPU offloads, for good or in the engines'
-    turn, a checkpoint on its way to the disk, and, on rank 0, a publication by the object store.
+    """Peak bytes in the host memory of one rank. They hold what its GPU offloads, for good or in
+    the engines' turn, and a checkpoint on its way to the disk. Rank 0 also has a publication by the
+    object store.
 
     `kept_width`: bytes an entry of the set that rank 0 keeps to find changed entries
     (`cluster.full_weights_every`); 0: none."""

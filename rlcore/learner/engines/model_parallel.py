@@ -39,8 +39,8 @@ class ModelParts(Protocol):
 
     def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
         """Sum of squares of gradients (parameter, gradient), such that the sum over ranks counts
-        every entry once: over the ranks of `group` if `all_held`, where a rank has whole gradients
-        of its parameters, and over all ranks where ZeRO has divided them."""
+        every entry once. That sum is over the ranks of `group` if `all_held`, where a rank has
+        whole gradients of its parameters. It is over all ranks where ZeRO has divided them."""
 
 
 def gradients_of(optimizer: Any, model: nn.Module) -> Iterator[Any]:

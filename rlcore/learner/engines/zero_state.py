@@ -201,8 +201,8 @@ class ZeroState:
     def save(
         self, folder: Path, optimizer_steps: int, run: Schedule | None, *, held: int = 0
     ) -> None:
-        """Write this rank's part of weights and moments, and the step count, with those of them
-        that had no update; `run` schedules the writing.
+        """Write this rank's part of weights and moments, and the step count, also of parts that had
+        no update; `run` schedules the writing.
 
         The learning rate is a function of the step and torch's generator is seeded by it, so
         neither has a state.

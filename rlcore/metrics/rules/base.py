@@ -156,7 +156,7 @@ class Window:
 
     @property
     def gains(self) -> bool:
-        """True if rewards are above those of the first steps."""
+        """True if rewards are above the first steps'."""
         now, start = self.mean("reward/mean"), self.past.start("reward/mean")
         return now is not None and start is not None and now > start
 

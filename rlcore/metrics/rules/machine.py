@@ -79,7 +79,7 @@ class StalenessShare(Rule):
 
 
 class LearnerIdle(Rule):
-    """A learner that waits for samples."""
+    """A learner idle for want of samples."""
 
     bound = "learner_idle"
     needs = ("time/wait_data_s", "time/step_s")

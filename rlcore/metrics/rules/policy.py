@@ -187,8 +187,8 @@ class CutOff(Fast):
 
 
 class NoSignal(Fast):
-    """Steps that teach nothing: all samples of each group are rewarded alike, or the gradient is 0
-    or not finite."""
+    """Steps that teach nothing: all samples of each group have the same reward, or the gradient is
+    0 or not finite."""
 
     bound = "no_signal"
     needs = ("reward/mean",)
@@ -225,7 +225,7 @@ class NoSignal(Fast):
             f"{name} is {'not finite' if found[-1] is None else '0'}",
             window,
             spec,
-            "the steps teach nothing; look at samples/ for rewards that are all alike, and at "
+            "the steps teach nothing; look at samples/ for rewards that are all equal, and at "
             "correction/kept_share for tokens that are all masked",
         )
 
@@ -255,7 +255,7 @@ class EntropyRise(Fast):
 
     bound = "entropy_rise"
     needs = ("entropy",)
-    kept = "entropy stayed below {} times that of the first steps"
+    kept = "entropy stayed below {} times the first steps' entropy"
 
     def due(self, spec: WarningsSpec) -> int:
         return 2 * RECENT

@@ -1,11 +1,11 @@
 """Grading in processes that can do nothing but grade.
 
 For scorers that parse, evaluate or execute text that a model wrote. A server (`server`) builds the
-task once, with all its imports, and forks a process for every answer, confined as programs are
-(`sandbox.confinement`): no network, no processes, no files but the libraries, limits of CPU time
-and memory. Under rule="arithmetic" text is evaluated as arithmetic alone (`executed`), so that
+task once, with all its imports, and forks a process for every answer. It is confined as programs
+are (`sandbox.confinement`): no network, no processes, no files but the libraries, limits of CPU
+time and memory. Under rule="arithmetic" text is evaluated as arithmetic alone (`executed`), so that
 nothing which the model wrote runs where the score is computed. Under rule="programs", for graders
-that run programs on purpose, a program cannot leave its process, but it can read the reference
+that run programs on purpose, a program cannot leave its process. But it can read the reference
 there and forge its own score; the tasks of `rlcore.tasks.code` keep program and verdict apart.
 """
 
@@ -46,7 +46,7 @@ class IsolationError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
     """Of one answer. `timeout_s`: seconds of CPU time, and of waiting for anything but a CPU.
-    `memory_mib`: address space beyond that of the task. `rule`: one of RULES."""
+    `memory_mib`: address space beyond the task's. `rule`: one of RULES."""
 
     timeout_s: float = 1.0
     memory_mib: int = 512
@@ -120,8 +120,8 @@ class IsolatedGrader:
         )
 
     def item(self, prompt_id: str) -> Item:
-        """The problem as the server's task makes it, which runs under a fixed hash seed: of a
-        package whose problems depend on the order of sets it is equal in every process."""
+        """The problem as the server's task makes it, which runs under a fixed hash seed. So a
+        package whose problems depend on the order of sets has the same ones in every process."""
         found = self._ask(prompt_id, None)
         if "item" not in found:
             raise IsolationError(f"problem {prompt_id} could not be made: {found['why']}")
@@ -211,7 +211,7 @@ class _Server:
         return self._control.fileno() >= 0
 
     def ask(self, prompt_id: str, answer: Any) -> dict[str, Any]:
-        """The verdict on an answer; of None, the problem. Raises OSError if there is no reply."""
+        """The verdict on an answer; of None, the problem. Raises OSError without a reply."""
         ours, theirs = socket.socketpair()
         word = b"item " if answer is None else b"grade "
         with ours:

@@ -3,9 +3,9 @@
 Scorers call `eval`, or parsers that end in it (sympy's), on text that a model wrote. An audit hook
 sees every piece of code before Python runs it. Code that does not come from a module's file may
 hold constants, containers, operators, and calls of elementary functions. Anything else is refused
-before its first instruction, and the answer counts as wrong: attributes, subscripts, assignments,
-imports, lambdas, loops, and names of the scorer's own variables, such as the reference answer. So
-the process that computes a score executes nothing that could change it.
+before its first instruction, and the answer counts as wrong. That includes attributes, subscripts,
+assignments, imports, lambdas, loops, and names of the scorer's variables, such as the reference
+answer. So the process that computes a score executes nothing that could change it.
 
 Also refused are what neither arithmetic nor a scorer needs: processes, sockets, writing of files,
 classes named by a pickle.

@@ -1,10 +1,10 @@
 """The process that isolated graders come from: `python -m rlcore.tasks.isolation.server <fd>`.
 
 It builds the task once and then forks a process for every answer. Over the control socket come
-first the settings, answered by {"ready": true}, or why it cannot be; then datagrams: "grade
-PROMPT_ID" with the end of a stream, on which the answer arrives and the verdict leaves, or "item
-PROMPT_ID", which is answered by the problem. The answer is read in the forked process alone, and
-that process has no descriptor but a pipe for its verdict. What it does after its verdict has no
+first the settings, answered by {"ready": true}, or why it cannot be. Then come datagrams. "grade
+PROMPT_ID" has the end of a stream, on which the answer arrives and the verdict leaves. "item
+PROMPT_ID" is answered by the problem. The answer is read in the forked process alone, and that
+process has no descriptor but a pipe for its verdict. What it does after its verdict has no
 effect."""
 
 from __future__ import annotations

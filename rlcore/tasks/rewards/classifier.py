@@ -1,4 +1,4 @@
-"""A reward model as a local sequence classifier, in a process of its own."""
+"""A reward model as a local sequence classifier, in its own process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ClassifierReward(Reward):
     """
 
     def __init__(self, key: str, spec: ClassifierSpec, *_: object) -> None:
-        """It has a process of its own and needs no thread for requests."""
+        """It has its own process and needs no thread for requests."""
         self._key = key
         self._spec = spec
         self._pending: deque[_PendingText] = deque()

@@ -1,10 +1,10 @@
 """The process that holds a reward model: `python -m rlcore.tasks.rewards.classifier_worker <socket
 fd>`.
 
-It exchanges JSON lines with `rlcore.tasks.rewards.classifier`: first the settings of a
-`ClassifierSpec`, answered by {"ready": true} or {"fatal": sentence}; then a line with a list of
-[number of the sample, question, response], a batch, answered by {"id": number, "value": number} or
-{"id": number, "error": sentence} for each. It dies with its parent."""
+It exchanges JSON lines with `rlcore.tasks.rewards.classifier`. First come the settings of a
+`ClassifierSpec`, answered by {"ready": true} or {"fatal": sentence}. Then comes a line with a list
+of [number of the sample, question, response], a batch. It is answered by {"id": number, "value":
+number} or {"id": number, "error": sentence} for each. It dies with its parent."""
 
 from __future__ import annotations
 

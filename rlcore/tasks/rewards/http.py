@@ -39,7 +39,7 @@ class HttpReward(RequestReward[HttpSpec]):
 
 def read(data: Any, count: int) -> list[float | Unjudged | RewardVerdict]:
     """The verdicts of a reply on `count` samples. Raises ValueError for another form; a reward that
-    is no finite number fails its sample alone."""
+    is not a finite number fails its sample alone."""
     if not isinstance(data, dict) or not isinstance(data.get("rewards"), list):
         raise ValueError('is not an object with a list "rewards"')
     logs = _logs(data, count)

@@ -254,7 +254,7 @@ def api_key(key: str, spec: EndpointSpec) -> str:
     if not value:
         raise UserError(
             f"{key}.api_key_env={spec.api_key_env} names a variable that is not set in the "
-            "environment of the graders: export it before the command (in a Ray cluster that was "
+            "environment of the graders. Export it before the command (in a Ray cluster that was "
             "started before: before `ray start`), or leave the setting null."
         )
     return value
@@ -300,7 +300,7 @@ S = TypeVar("S", bound=EndpointSpec)
 
 
 class RequestThread:
-    """An event loop in a thread of its own, with the connections of all rewards."""
+    """An event loop in its own thread, with the connections of all rewards."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None  # that ended a task which must not end
@@ -348,7 +348,8 @@ class RequestThread:
 
 class RequestReward(Reward, ABC, Generic[S]):
     """A reward that is asked by requests to one address, `concurrency` of them at a time, each of
-    up to `batch_size` samples; of one sample where the settings are not a `BatchedSpec`."""
+    up to `batch_size` samples. A request has one sample where the settings are not a
+    `BatchedSpec`."""
 
     path: ClassVar[str] = ""  # what is asked for, behind the address of the settings
 

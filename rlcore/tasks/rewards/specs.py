@@ -1,4 +1,4 @@
-"""Settings of the rewards that a task has beside its own grader. No torch, no HTTP client."""
+"""Settings of the rewards that a task has besides its own grader. No torch, no HTTP client."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class LeanSpec(BatchedSpec):
 
 
 class ClassifierSpec(Spec):
-    """A Hugging Face sequence classifier of a local folder, on the CPU, in a process of its own."""
+    """A Hugging Face sequence classifier of a local folder, on the CPU, in its own process."""
 
     path: str = setting(meaning="local folder of an AutoModelForSequenceClassification")
     output: Literal["logit", "probability"] = setting(

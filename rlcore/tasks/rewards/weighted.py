@@ -35,7 +35,7 @@ class _Open:
 
 
 class WeightedScorer:
-    """A `Scorer` of tasks of which some have rewards beside their own grader, with its methods.
+    """A `Scorer` of tasks of which some have rewards besides their own grader, with its methods.
 
     A sample of which one reward fails has a failed score, since a sum without one of its parts
     would be another reward. keys: label of a task -> config key of its settings. note: called from
@@ -152,7 +152,7 @@ class WeightedScorer:
         return _Open(replace(answer), label, missing)
 
     def _ask(self, entry: _Open) -> None:
-        """Submit an answer to the rewards beside the task's own grader."""
+        """Submit an answer to the rewards that the task has in addition to its own grader."""
         rewards = self._rewards[entry.task]
         if not rewards:
             return

@@ -1,11 +1,11 @@
 """Running programs that a model wrote, against tests that they cannot change.
 
-The parent's side. A `Sandbox` has two helper processes, each a clean Python of its own that takes
-one JSON line, with descriptors, and answers with another: a server (`server`), which forks a
-confined process for every program (`program`; for every input of a program that reads and prints:
-`script`), and a judge (`judge`), itself confined, which runs
-the tests and compares. Values cross between program and judge as plain data (`values`); tests and
-expected values are never in the program's memory, nor in the server's.
+The parent's side. A `Sandbox` has two helper processes, each a clean Python that takes one JSON
+line, with descriptors, and answers with another. A server (`server`) forks a confined process for
+every program (`program`; for every input of a program that reads and prints: `script`). A judge
+(`judge`), itself confined, runs the tests and compares. Values cross between program and judge as
+plain data (`values`); tests and expected values are never in the program's memory, nor in the
+server's.
 
 What it does not defend against: a program that computes what the tests happen to accept.
 """

@@ -11,8 +11,9 @@ PROCESS_CLOCK = 2  # of another process: what its threads and it have used of th
 
 
 class Tally:
-    """The facts that the server needs of a runner's children to charge for them, in memory that the
-    runner shares with it, and no child: the one that runs, and the seconds of those that ended."""
+    """The facts that the server needs of a runner's children to charge for them: the one that runs,
+    and the seconds of ended ones. They are in memory that the runner shares with it, and no
+    child."""
 
     SIZE = 32
     FORM = struct.Struct("=qdd")
@@ -52,8 +53,7 @@ def delay(pid: int) -> float:
 
 
 class Clock:
-    """The time of one program. tally: of the runner `pid`, if the program has processes of its
-    own."""
+    """The time of one program. tally: of the runner `pid`, if the program has its own processes."""
 
     def __init__(self, pid: int, judge: int, tally: Tally | None = None) -> None:
         self._pid = pid

@@ -5,12 +5,12 @@ Layers, all of them required unless `task.args.confinement=reduced`:
 * limits: address space, CPU seconds, file size, open files;
 * capabilities: none, and no_new_privs;
 * landlock: libraries can be read, the program's own folder written, nothing else;
-* tmpfs: the program's folder is a file system of its own, in memory, of a fixed size: whatever is
+* tmpfs: the program's folder is a separate file system, in memory, of a fixed size: whatever is
   in it counts, under a name or not. Its root is another one, which has the libraries and no other
   path of the machine. Without this layer a program writes no files, and learns which paths exist;
-* seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets but
-  a pair of a process's own; no new processes (threads only), no exec, no signals to others. Known
-  for x86_64 only.
+* seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands. No sockets but a
+  process's own pair; no new processes (threads only), no exec, no signals to others. Known for
+  x86_64 only.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def available() -> tuple[str, ...]:
 
 @cache
 def _has_own_mounts() -> bool:
-    """True if a process may mount a tmpfs that it alone sees, tried in a process of its own."""
+    """True if a process may mount a tmpfs that it alone sees, tried in its own process."""
     import subprocess  # not in the server: what it imports costs every fork of it
 
     probe = [sys.executable, "-I", "-S", __file__]
@@ -149,7 +149,7 @@ def own_mounts() -> None:
         for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    _check(LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mounts of its own")
+    _check(LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "its own mounts")
 
 
 def mount_tmpfs(folder: str, mib: int, files: int) -> None:
@@ -201,8 +201,8 @@ class Confinement:
     """Prepared once, in the server, so that little is left to do in every fork.
 
     `limits` by name of `resource.RLIMIT_*`. `folder`: may be read and written, None: no folder may.
-    `packages`: may be read, beside the standard library. `calls`: further system calls to allow.
-    Raises OSError if a layer cannot be set up.
+    `packages`: may be read, in addition to the standard library. `calls`: further system calls to
+    allow. Raises OSError if a layer cannot be set up.
     """
 
     def __init__(
@@ -317,8 +317,9 @@ def _system_call_filter(calls: Sequence[int]) -> bytes:
 
 
 def _allowlist(numbers: Collection[int]) -> list[tuple[int, int, int, int]]:
-    """Instructions that allow these calls and pass others on to what follows: a search by ranges,
-    since the kernel translates a filter, and tries it on every call, each time it is installed."""
+    """Instructions that allow these calls and pass others on to what follows. It is a search by
+    ranges, since the kernel translates a filter each time it is installed, and tries it on every
+    call."""
     edges = [n for n in range(max(numbers) + 2) if (n in numbers) != (n - 1 in numbers)]
 
     def search(low: int, high: int) -> list[tuple[int, int, int, int]]:
@@ -334,7 +335,7 @@ def _allowlist(numbers: Collection[int]) -> list[tuple[int, int, int, int]]:
 
 
 class Filter:
-    """A BPF program at a place of its own, which a fork has to give its number alone."""
+    """A BPF program at a new place, which a fork has to give its number alone."""
 
     def __init__(self, code: bytes) -> None:
         self._code = ctypes.create_string_buffer(code, len(code))

@@ -351,7 +351,7 @@ class Judge:
             return ["raised", type(error).__name__, str(error)[:300]]
 
     def _exception(self, kind: Any, text: str, args: list[Any], own: dict[str, Any]) -> Exception:
-        """Return the program's exception; closes the program for one that is no error of a
+        """Return the program's exception; closes the program for one that is not an error of a
         program."""
         raised = self._decode(kind)
         if not issubclass(raised, Exception) or issubclass(raised, CONTROL):
@@ -374,7 +374,7 @@ class Judge:
         except Closed as error:
             raise self._close(ENDED) from error
         except ValueError as error:
-            raise self._close(f"the program sent what is no answer: {error}") from error
+            raise self._close(f"the program sent what is not an answer: {error}") from error
 
     def _close(self, why: str) -> Closed:
         self._ended = why
@@ -458,7 +458,7 @@ class Effects:
             self._waiting.append((frame, old, new))
 
     def settle(self, value: Any = None) -> Any:
-        """Apply all effects except those of calls that a caller's comparison still needs; returns
+        """Apply all effects except of calls that a caller's comparison still needs; returns
         the value."""
         if self._waiting:
             callers = []

@@ -1,10 +1,10 @@
 """Layouts of published tests, each of which is run so that it can fail.
 
-Tests run as a script (`__name__` is "__main__"), then the tests that a test runner would collect:
-functions and classes of pytest's naming that have not run, and classes of unittest. A comparison
-that stands alone, is printed, or is returned by a function of the tests whose value is discarded
-counts as an assertion. Standard library only: `pytest` is a stand-in here, with what tests of
-functions use.
+Tests run as a script (`__name__` is "__main__"), then the tests that a test runner would collect.
+These are functions and classes of pytest's naming that have not run, and classes of unittest. A
+comparison that stands alone, is printed, or is returned by a function of the tests whose value is
+discarded counts as an assertion. Standard library only: `pytest` is a stand-in here, with what
+tests of functions use.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _through(function: str, value: ast.expr) -> ast.expr:
 
 
 def _unittest(code: types.CodeType) -> Any:
-    """The module, if the tests name it, without a runner of its own."""
+    """The module, if the tests name it, without its own runner."""
     if "unittest" not in code.co_names:
         return None
     import unittest

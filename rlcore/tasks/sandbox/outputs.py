@@ -51,7 +51,7 @@ def same_output(expected: str, found: Any, tolerance: float) -> bool:
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
     """Equal values of a call: a list is equal to a tuple; a number with a point, which is a float,
-    has a tolerance; True is no number."""
+    has a tolerance; True is not a number."""
     if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         return len(expected) == len(found) and all(
             same_value(*pair, tolerance) for pair in zip(expected, found)

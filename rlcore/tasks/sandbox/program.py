@@ -32,8 +32,8 @@ SCRIPT, MODULE = "main.py", "solution"
 
 
 class Program:
-    """The names that the program sees and defines, and the objects of its own that the judge
-    knows by number."""
+    """The names that the program sees and defines, and its own objects that the judge knows by
+    number."""
 
     def __init__(self, channel: Channel, names: dict[str, Any], nodes: tuple[str, ...]) -> None:
         self._channel = channel
@@ -184,7 +184,7 @@ class Borrowed:
 
 
 def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(names that the preamble defines, those of node classes among them). Lets the packages be
+    """(names that the preamble defines, node classes among them). Lets the packages be
     found that programs may import."""
     sys.meta_path.append(Packages(settings["packages"]))
     sys.argv[:] = [SCRIPT]
@@ -200,7 +200,7 @@ def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 class Packages:
-    """Finds the packages named, and no others: there is no site-packages here to search."""
+    """Finds the packages named, and no others: site-packages does not exist here."""
 
     def __init__(self, folders: dict[str, str]) -> None:
         self._folders = folders

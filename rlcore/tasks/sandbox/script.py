@@ -1,10 +1,10 @@
-"""Programs that read standard input and print: each run is a process of its own.
+"""Programs that read standard input and print: each run is a separate process.
 
 A runner, which the server forks for one program, forks a confined child for every input that the
 judge sends. The child becomes what `python main.py <input >output` is: descriptors 0 and 1 are
 files, `__main__` is a real module, and its end is an interpreter's. The runner runs nothing of the
 program. It reads the output when the child has ended, so that nothing which a program does to its
-descriptors, streams or process takes part in a verdict; and it has no expected output.
+descriptors, streams or process takes part in a verdict. It has no expected output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLUSH_FAILED = 120  # the interpreter's exit code, then
 class Folder:
     """The program's folder, as the runner sees it and as the program does (`inside`).
 
-    at: None without a file system of its own, where the streams have no names. renew: empties the
+    at: None without its own file system, where the streams have no names. renew: empties the
     folder whatever is in it.
     """
 

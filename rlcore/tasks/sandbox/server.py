@@ -1,13 +1,13 @@
-"""The server of a sandbox: `main(fd)` in a Python of its own, started by `helper`.
+"""The server of a sandbox: `main(fd)` in its own Python, started by `helper`.
 
 Standard library only, isolated (-I -S): no secrets, no environment, no third-party package unless a
 program needs one. Every program is a fork of it, confined. It never sees a program or its tests:
 the parent sends both to the judge, which sends the program to its process. So neither is in the
 memory that a program starts with. The server watches time, output and threads, and kills a program
 that exceeds a limit. A program is charged for the seconds of the clock, less those in which it or
-its judge was ready to run and had no CPU, so that a verdict does not depend on other loads of the
-machine; and for CPU seconds, if they are more. A program that has not ended after WALL_TIMES its
-limit has no verdict.
+its judge was ready to run and had no CPU. So a verdict does not depend on other loads of the
+machine. It is charged for CPU seconds, if they are more. A program that has not ended after
+WALL_TIMES its limit has no verdict.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Plain data between a program and its tests, as JSON: one process encodes values, the other
-rebuilds them of its own exact types. Standard library only.
+rebuilds them with its exact types. Standard library only.
 
     None, bool, int, float, str, list    as themselves
     {"t": [...]}                         tuple; "s" set, "f" frozenset, "q" deque
@@ -108,7 +108,7 @@ class Channel:
             raise Closed(str(error)) from error
 
     def receive(self) -> Any:
-        """The next message. Raises Closed at the end, ValueError for what is no message."""
+        """The next message. Raises Closed at the end, ValueError for what is not a message."""
         (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if size > MAX_FRAME:
             raise ValueError(f"a message of {size} bytes")

@@ -144,5 +144,5 @@ def test_parsers_of_vllm_read_calls_by_name(monkeypatch):
         said = read_turn(family, text, tools=[schema])
         assert said.calls == (ToolCall("add", {"a": 2}),), (name, said)
         assert read_turn(family, "It is 4.", tools=[schema]).content == "It is 4."
-    with pytest.raises(UserError, match=r"model\.tool_parser=mine is no form"):
+    with pytest.raises(UserError, match=r"model\.tool_parser=mine is not a form"):
         family_of(fakes.UNKNOWN, tokenizer, "mine")

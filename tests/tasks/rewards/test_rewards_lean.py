@@ -158,7 +158,7 @@ def test_a_server_that_does_not_answer_is_named_before_a_run_starts(words):
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        (["task.grade_weight=1"], r"task\.name=lean has no grader of its own"),
+        (["task.grade_weight=1"], r"task\.name=lean has no own grader"),
         (["task.rewards.proof.lean.proof_timeout_s=300"], r"proof_timeout_s=300 is not below"),
         (["task=digits", "task.rewards.p.lean.url=http://h"], r"task\.name=digits has none"),
         (["environment=attempts"], "grades its episodes itself"),

@@ -3,8 +3,8 @@
 
 vLLM schedules, keeps blocks and samples as ever; what runs between the ids of a step and its
 log-probs is replaced: norms, products, rotation, attention and the softmax of logits. Keys and
-values are held beside vLLM's own, a row for each of its slots, since its kernels lay theirs out for
-themselves.
+values are held in addition to vLLM's own, a row for each of its slots, since its kernels lay theirs
+out for themselves.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _unsuited(model: Any) -> str | None:
     mlp = model.layers[0].mlp
     width = mlp.down_proj.weight.shape[1]
     if width % WIDTHS:
-        return f"the width of its MLP, {width}, is no multiple of {WIDTHS}"
+        return f"the width of its MLP, {width}, is not a multiple of {WIDTHS}"
     return None
 
 

@@ -1,9 +1,9 @@
 """Runs the layers of a plain decoder on the CPU without vLLM's modules.
 
 With a small model most of a decode step is not arithmetic but the overhead of vLLM's modules around
-each operation: custom operations that look their layer up again, calls of modules, parameters whose
-class intercepts every operation. Here a model's weights and sizes are read once, and a step calls
-the same kernels in the same order, so that its values are the same to the bit.
+each operation. That is custom operations that look their layer up again, calls of modules,
+parameters whose class intercepts every operation. Here a model's weights and sizes are read once,
+and a step calls the same kernels in the same order, so that its values are the same to the bit.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class VllmCore(DecodeCore):
         return len(self._core.engine_core.scheduler.running)  # type: ignore[attr-defined]
 
     def forget_prefixes(self, *, running: bool = False) -> bool:
-        """Drop cached keys and values; those of `running` requests are recomputed.
+        """Drop cached keys and values; `running` requests recompute theirs.
 
         False: vLLM did not do it.
         """

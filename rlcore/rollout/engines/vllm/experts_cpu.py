@@ -67,8 +67,8 @@ def mixed(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor) 
 
 
 class RoutesOnCpu:
-    """Records the experts of every step; has the methods that vLLM's scheduler calls of its own
-    `AuxOutputSchedulerConnector`."""
+    """Records the experts of every step; has the methods of `AuxOutputSchedulerConnector` that
+    vLLM's scheduler calls."""
 
     def __init__(
         self, runner: Any, shared: SharedPrompts | None, blocks: Callable[[str], Any]
@@ -113,7 +113,7 @@ class RoutesOnCpu:
 
     def take_output(self, request: Any, output: Any) -> np.ndarray:
         """[n, layers, k]: experts of the tokens that a step has read; in a request's first step
-        those of its prompt, which other requests may have computed."""
+        also of its prompt, which other requests may have computed."""
         del output
         end = request.num_tokens - 1
         start = 0 if request.num_output_tokens <= 1 else end - 1

@@ -39,8 +39,8 @@ class Positions:
     def of(
         cls, tokens: np.ndarray, bounds: Sequence[int], before: Sequence[tuple[int, ...]]
     ) -> Positions:
-        """From the tokens [N] of requests, each from one bound to the next. `before`: a key for
-        each request's positions that were computed in earlier steps."""
+        """Built from the tokens [N] of requests, each from one bound to the next. `before`: a key
+        for each request's positions that were computed in earlier steps."""
         nodes: dict[tuple[Any, int], int] = {}  # (node before it, token) -> node
         paths: dict[tuple[Any, bytes], np.ndarray] = {}
         kept: list[int] = []

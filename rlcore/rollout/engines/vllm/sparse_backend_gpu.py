@@ -7,23 +7,23 @@ there is said below. `benchmarks/gpu/check.py` checks it against a reference and
     engine = ...                     # with block_size=rule.block_size
     bind(worker.model_runner)        # once it has started
 
-The cache is asked for head-major ([blocks, kv_heads, block_size, 2 *
-head_dim]), so that block and head are adjacent and the pages kept for a KV head are a row of
-FlashAttention's block table over `blocks * kv_heads` one-headed blocks.
+The cache is asked for head-major ([blocks, kv_heads, block_size, 2 * head_dim]). So block and head
+are adjacent, and the pages kept for a KV head are a row of FlashAttention's block table over
+`blocks * kv_heads` one-headed blocks.
 
 A decode step has fixed shapes, no synchronisation and no host data, so it can be captured in a CUDA
-graph: what changes from step to step is written into memory whose address stays
+graph. What changes from step to step is written into memory whose address stays
 (`sparse_rows_gpu.DecodeBuffers`). A page is summarised by the step that completes it. Steps with
-several tokens a request are planned on the host and run eagerly: each token is a row with pages of
-its own, also in prompts and recomputed prefixes, since the learner's forward attends by the rule
-there and a dense prefill would give other keys and values from the second layer on. With
-`prompt=block` the tokens of a prompt's block are one row.
+several tokens a request are planned on the host and run eagerly. Each token is a row with its own
+pages, also in prompts and recomputed prefixes. The learner's forward attends by the rule there, and
+a dense prefill would give other keys and values from the second layer on. With `prompt=block` the
+tokens of a prompt's block are one row.
 
-The host says what a decode step cannot see: whether it has the one token of a prompt that the
-prefix cache leaves over, which attends otherwise where `prompt` is not sparse and then leaves the
-graph (`SlotRequests.keep_prompts_apart`; vLLM's first runner captures no such rule), and the
-budgets of requests that bring pages of their own. **Unproven on a GPU**: such steps inside graphs;
-on an H100 they ran beside them, in 22 ms instead of 4.
+The host says what a decode step cannot see. One is whether it has the one token of a prompt that
+the prefix cache leaves over. That token attends otherwise where `prompt` is not sparse and then
+leaves the graph (`SlotRequests.keep_prompts_apart`; vLLM's first runner captures no such rule). The
+other is the budgets of requests that bring their own pages. **Unproven on a GPU**: such steps
+inside graphs; on an H100 they ran outside them, in 22 ms instead of 4.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
         return md
 
     def _on_host(self, common: CommonAttentionMetadata) -> tuple[torch.Tensor, Any]:
-        """Lengths and requests' places. Upper bounds of lengths are exact as long as there is no
-        speculative decoding."""
+        """Lengths and requests' places. Upper bounds of lengths are exact without speculative
+        decoding."""
         if common.seq_lens_cpu_upper_bound is None:
             raise RuntimeError("sparse attention needs lengths on the host, and vLLM gave none")
         # vLLM 0.26 has no such field
@@ -153,7 +153,7 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
 
 
 class SparseGPUImpl(FlashAttentionImpl):
-    """One layer: page summaries beside its cache, selection per KV head, FlashAttention on the
+    """One layer: page summaries next to its cache, selection per KV head, FlashAttention on the
     kept pages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -133,7 +133,7 @@ GATHER_BYTES = 4 << 20
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):
-    """Page summaries beside the layer's cache, selection per KV head, the stock kernel on the kept
+    """Page summaries next to the layer's cache, selection per KV head, the stock kernel on the kept
     pages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

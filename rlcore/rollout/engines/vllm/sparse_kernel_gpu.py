@@ -1,6 +1,6 @@
 """Block top-k attention as three Triton kernels. One scores the pages, with programs for each (row,
-KV head) and range of pages; one keeps the best of a (row, KV head) and writes their block table;
-one summarises the page that a row's token completes, and reads nothing for all other rows.
+KV head) and range of pages. One keeps the best of a (row, KV head) and writes their block table.
+One summarises the page that a row's token completes, and reads nothing for all other rows.
 
 Under Triton's interpreter they equal `sparse_rows_gpu.kept_blocks` and `summarise_pages`, the
 shared rule in plain torch, to the bit; on an H100 the pages kept are the same too. The interpreter
@@ -39,7 +39,7 @@ def _score_kernel(
     TILES: tl.constexpr,
 ):
     """query [n, heads * GROUP, dim], summaries [blocks, heads, dim], table [n, max_pages], pages
-    [n] -> scores [n, heads, max_pages] of the pages seen; TILES * TILE of them a program."""
+    [n] -> scores [n, heads, max_pages] of the pages seen. TILES * TILE of them a program."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     start = tl.program_id(2) * (TILES * TILE)
@@ -182,7 +182,7 @@ def _summarise_kernel(
 
 
 def summarise_blocks(kv_cache: torch.Tensor, summaries: torch.Tensor, blocks: torch.Tensor) -> None:
-    """`sparse_rows_gpu.summarise_pages` of those blocks that are not 0. A page size that is no
+    """`sparse_rows_gpu.summarise_pages` of those blocks that are not 0. A page size that is not a
     power of two goes the plain way."""
     size, (_, heads, dim) = kv_cache.shape[2], summaries.shape
     if size & (size - 1):

@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Tokens that attend densely beside others that do not, all on the device."""
+    """Tokens that attend densely next to others that do not, all on the device."""
 
     tokens: torch.Tensor  # [Nd] int64
     requests: torch.Tensor  # [Rd] int64
@@ -54,7 +54,7 @@ class Dense:
 
 class Flash(Protocol):
     """Causal attention over a paged cache. query and out [tokens, H, D], caches [blocks,
-    block_size, Hk, D]. The parameters are those of FlashAttention's varlen function."""
+    block_size, Hk, D]. The parameters are as in FlashAttention's varlen function."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ def decode_rows(
 ) -> tuple[Rows, torch.Tensor]:
     """The rows of a step with one token a request, and the physical block that each fills [R].
 
-    budget [R] int64: the pages of requests that bring rules of their own; None: by `rule`.
+    budget [R] int64: the pages of requests that bring their own rules; None: by `rule`.
 
     That is 0, which vLLM gives to no request, for a row whose token does not complete its page:
     only complete pages are ever scored. Fixed shapes, device only, so that it can be captured.
@@ -114,8 +114,8 @@ def decode_rows(
 
 
 class DecodeBuffers:
-    """The rows of decode steps at addresses that stay: a captured graph reads those of its capture,
-    so each step writes its lengths into the same memory."""
+    """The rows of decode steps at addresses that stay: a captured graph reads the addresses of its
+    capture, so each step writes its lengths into the same memory."""
 
     def __init__(
         self, rule: SparseSpec, max_rows: int, max_pages: int, device: torch.device | str

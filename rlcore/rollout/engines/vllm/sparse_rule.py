@@ -57,7 +57,7 @@ class RowRequests(Protocol):
 
     vLLM's own count stays the prompt's through preemption and recomputation. A request that was
     resubmitted with part of its response as the prompt carries its true length:
-    `SamplingParams(extra_args={"prompt_len": P})`. A request with pages of its own carries its rule
+    `SamplingParams(extra_args={"prompt_len": P})`. A request with its own pages carries its rule
     there, so that recomputed positions follow the same rule.
     """
 
@@ -105,7 +105,7 @@ class SlotRequests(RowRequests):
 
     def keep_prompts_apart(self, model_runner: Any) -> None:
         """Have a step with a token of a prompt leave the graphs of decode steps, in which every
-        token attends as a response's: vLLM runs a prompt's last token as a decode where the prefix
+        token attends as a response's. vLLM runs a prompt's last token as a decode where the prefix
         cache or an earlier chunk holds the tokens before it."""
 
         def gathered(scheduled: Any, dummy_run: bool) -> Any:
@@ -187,12 +187,12 @@ class StepPlanner:
     def decode_step(
         self, seq_lens: torch.Tensor, requests: int, slots: np.ndarray | None = None
     ) -> tuple[bool, torch.Tensor | None]:
-        """Of a step with one token a request: (False if one is of a prompt that attends otherwise,
-        budgets in pages [requests] int64 where requests bring rules of their own, else None).
+        """The pair of a step with one token a request. First, False if one is of a prompt that
+        attends otherwise. Then budgets in pages [requests] int64 where requests bring their own
+        rules, else None.
 
         seq_lens [>= requests] on the host, 0 for padding rows; `slots` as for `RowRequests`. Before
-        `bind` has run all tokens count as responses': vLLM captures graphs with requests of its
-        own.
+        `bind` has run all tokens count as responses': vLLM captures graphs with its own requests.
         """
         if self.plain or self.asked is None:
             return True, None
@@ -216,8 +216,8 @@ class StepPlanner:
         """`plan_step` of the first `requests` rows.
 
         query_start [> requests] and seq_lens [>= requests] are on the host; `slots` as for
-        `RowRequests`. Before `bind` has run all tokens count as prompts: vLLM warms up with
-        requests of its own.
+        `RowRequests`. Before `bind` has run all tokens count as prompts: vLLM warms up with its own
+        requests.
         """
         prompts: torch.Tensor | None = None
         rules: list[SparseSpec] | None = None

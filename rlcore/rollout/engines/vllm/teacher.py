@@ -38,8 +38,8 @@ class TeacherEngine:
         self.score([(np.zeros(2, np.int32), np.array([False, True]))] * 2)
 
     def score(self, given: Sequence[GivenTokens]) -> list[TeacherAnswer | None]:
-        """Of each record, at temperature 1; None of one that is too long or has a token outside
-        the vocabulary. Raises RuntimeError if vLLM failed a request."""
+        """One for each record, at temperature 1; None for one that is too long or has a token
+        outside the vocabulary. Raises RuntimeError if vLLM failed a request."""
         torch.get_num_threads()  # as `VllmEngine.step` says: this may be another thread
         names = [self._add(ids) for ids, _ in given]
         waiting = {name for name in names if name}
@@ -77,7 +77,8 @@ class TeacherEngine:
 
 
 def _answer(parts: Sequence[Any], sampled: np.ndarray) -> TeacherAnswer:
-    """From vLLM's arrays [L - 1, 1 + k], row i of token i + 1: that token's, then the likeliest."""
+    """Read from vLLM's arrays [L - 1, 1 + k], row i of token i + 1: that token's, then the
+    likeliest."""
     if not parts:
         raise RuntimeError("vLLM ended a record without its log-probs")
     rows = np.flatnonzero(sampled) - 1  # the first token is never a sampled one

@@ -81,7 +81,7 @@ class WeightLoader:
     def load(self, weights: WeightStream) -> None:
         """Replace all weights, a bucket at a time.
 
-        Of a set that vLLM quantises, the weights whose checksums will be asked for are kept until
+        Where vLLM quantises a set, the weights whose checksums will be asked for are kept until
         then. Raises RuntimeError if vLLM did not take every weight: the engine must not serve then.
         """
         self._arrived = {}
@@ -170,10 +170,10 @@ class WeightLoader:
 
         With emulated rounding or another dtype than the published one, a weight that is exactly the
         rounding of what was published reports the published checksum, anything else its own. A
-        weight that vLLM quantised is proven alike: the published weight is quantised once more and
-        compared with the bits held. A loaded set is kept for this until the first call only; a
-        quantised weight that differs, or was not asked for then, is missing from the answer. Raises
-        KeyError for a name that the model lacks.
+        weight that vLLM quantised is proven the same way: the published weight is quantised once
+        more and compared with the bits held. A loaded set is kept for this until the first call
+        only; a quantised weight that differs, or was not asked for then, is missing from the
+        answer. Raises KeyError for a name that the model lacks.
         """
         wanted = list(names)
         if unknown := [n for n in wanted if n not in self._shapes and n not in self._factors]:
@@ -195,7 +195,7 @@ class WeightLoader:
         return held | {n: self._proven[n] for n in quantised if n in self._proven}
 
     def _prove(self, quantised: Mapping[str, list[str]]) -> None:
-        """Note which quantised weights (name -> all of its fused parameter) are those of the set
+        """Note which quantised weights (name -> all of its fused parameter) belong to the set
         loaded last."""
         if self._to_prove is None or not quantised:
             return
@@ -219,8 +219,8 @@ def _patched_names(update: Any) -> list[str]:
 def shared_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """The path of a safetensors file in memory, for processes on this machine to map.
 
-    An anonymous file: it has no name in /dev/shm, so a process that is killed leaves nothing
-    behind, and the size of /dev/shm (64 MiB in many containers) does not limit it.
+    An anonymous file has no name in /dev/shm, so a process that is killed leaves nothing behind.
+    The size of /dev/shm (64 MiB in many containers) does not limit it.
     """
     with os.fdopen(os.memfd_create("rlcore-weights"), "wb") as file:
         write_blob(file, tensors)

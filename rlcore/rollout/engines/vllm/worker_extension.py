@@ -1,9 +1,9 @@
 """Methods that vLLM's worker gains, called through `collective_rpc`. Torch only: `worker_side` adds
 what needs vLLM.
 
-vLLM fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`, pads the vocabulary, stores
-tied embeddings once and, with tensor parallelism, gives every rank a part; `_whole` undoes all of
-this, so that checksums are those of the weights as the engine holds them, under their Hugging Face
+vLLM fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`, pads the vocabulary and stores
+tied embeddings once. With tensor parallelism it gives every rank a part. `_whole` undoes all of
+this, so that checksums are taken of the weights as the engine holds them, under their Hugging Face
 names. Its ranks are torch.distributed's default group.
 """
 
@@ -46,7 +46,7 @@ class WeightExtension:
 
     def rl_unmatched(self, shapes: Shapes) -> str:
         """How the engine holds one of these weights otherwise than under its Hugging Face name and
-        in its shape, so that it could not be published to; "" if it holds all of them so."""
+        in its shape. Such a weight could not be published to; "" if there is none."""
         model = self.model_runner.model
         params = {n.replace(_BASE, "."): p for n, p in model.named_parameters()}
         for name, shape in shapes.items():
@@ -105,7 +105,7 @@ class WeightExtension:
 
     @torch.no_grad()
     def rl_check_patched(self, loaded: Collection[str]) -> None:
-        """Raise RuntimeError if one of these parameters holds NaN: vLLM marks by NaN the entries
+        """Raise RuntimeError if one of these parameters holds NaN. vLLM marks by NaN the entries
         that a patch leaves unchanged, and a loader that does not write by `Tensor.copy_` takes it
         for a value."""
         held = dict(self.model_runner.model.named_parameters())

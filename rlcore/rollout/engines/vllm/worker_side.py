@@ -1,5 +1,5 @@
-"""Extensions of vLLM's workers that need vLLM. With tensor parallelism each worker is a process of
-its own, which imports this file before it loads its part of the model."""
+"""Extensions of vLLM's workers that need vLLM. With tensor parallelism each worker is a separate
+process, which imports this file before it loads its part of the model."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Recording:
         self, keep: Collection[str], second_names: Collection[str], *, patched: bool = False
     ) -> None:
         """A set follows. `keep`: of which weights to keep a copy; `second_names`: of tied weights,
-        left out; `patched`: only changes come. Raises RuntimeError if there is no set that they
-        could change."""
+        left out; `patched`: only changes come. Raises RuntimeError without a set that they could
+        change."""
         if patched and not self._complete:
             raise RuntimeError("patches came before a whole set of weights")
         self.loaded = set()
@@ -199,7 +199,7 @@ class WorkerSide(WeightExtension):
 
     def rl_plain_gather(self) -> None:
         """Sample without the ranks of the sampled tokens. The second runner's sampler has no such
-        step: it counts ranks in a kernel of its own."""
+        step: it counts ranks in its own kernel."""
         if not is_second(self.model_runner):
             LOGPROBS.replace(_gather_logprobs, of=self.model_runner.sampler)
 
