@@ -164,6 +164,12 @@ def _eval(given: Given) -> int:
     from rlcore.commands.evaluate import evaluate
 
     model_named = given.setting("model.path") is not None
+    if model_named and not os.path.isfile(os.path.join(config.run_dir, "config.yaml")):
+        from rlcore.commands.choices import with_length
+
+        config, line = with_length(config, given.settings)
+        if line:
+            print(f"rlcore: {line}", flush=True)
     return evaluate(config, given.text("checkpoint"), model_named=model_named)
 
 

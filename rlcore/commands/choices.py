@@ -74,8 +74,9 @@ def completed(
     return [*chosen, *words], ["rlcore: chosen (a word of yours goes before each):", *lines]
 
 
-def look(config: RunConfig, *, trial: bool) -> Facts:
-    """Measure the model, this machine and the rows, and, with `trial`, answers of the model."""
+def look(config: RunConfig, *, trial: bool, part: str = "train") -> Facts:
+    """Measure the model, this machine and the rows, and, with `trial`, answers of the model to
+    problems of this part."""
     from rlcore.cluster.ray_cluster import local_gpus
     from rlcore.models.sizes import folder_parameters
 
@@ -84,22 +85,39 @@ def look(config: RunConfig, *, trial: bool) -> Facts:
     tokenizer = tokenizer_of(config, tasks)
     gpus = local_gpus()
     tried = None
-    if trial and task.size("train") != 0:
-        tried = try_answers(config, task, tokenizer, LIMIT["gpu" if gpus else "cpu"])
+    if trial and task.size(part) != 0:
+        tried = try_answers(config, task, tokenizer, LIMIT["gpu" if gpus else "cpu"], part)
     return Facts(
         folder_parameters(str(config.model.path)),
         gpus,
         cores(),
         task.size("train"),
         task.size("heldout") != 0,
-        _longest(config, task, tokenizer),
+        _longest(config, task, tokenizer, part),
         tried,
     )
 
 
-def _longest(config: RunConfig, task: Task, tokenizer: Any) -> int:
-    count = min(PROMPTS, task.size("train") or PROMPTS)
-    asked = (task.item("train", index) for index in range(count))
+def with_length(config: RunConfig, by_user: Sequence[str]) -> tuple[RunConfig, str]:
+    """The evaluation of a model with the length of its trial answers, where no word of the user
+    gives one, and a line that says why."""
+    given = {word.partition("=")[0].lstrip("+") for word in by_user}
+    key, usual = "rollout.max_new_tokens", config.rollout.max_new_tokens
+    if given & {key, "rollout", "experiment"} or config.model.diffusion is not None:
+        return config, ""
+    if config.mixed or config.played:
+        return config, f"{key}={usual} by default: answers of several tasks or turns are not tried"
+    facts = look(config, trial=True, part="heldout")
+    new, why = _new_tokens(facts)
+    if (room := config.model.max_len - facts.prompt) < new:
+        new, why = max(1, room), f"{why}; model.max_len={config.model.max_len} holds no more"
+    rollout = config.rollout.model_copy(update={"max_new_tokens": new})
+    return config.model_copy(update={"rollout": rollout}), f"{key}={new} is chosen: {why}"
+
+
+def _longest(config: RunConfig, task: Task, tokenizer: Any, part: str) -> int:
+    count = min(PROMPTS, task.size(part) or PROMPTS)
+    asked = (task.item(part, index) for index in range(count))
     return max(
         (len(encode_prompt(tokenizer, i.messages or i.question, config.model)) for i in asked),
         default=64,
@@ -191,29 +209,32 @@ def _pace(facts: Facts) -> Iterator[Choice]:
 
 
 def _lengths(facts: Facts) -> Choice:
-    tried = facts.tried
-    usual = LIMIT["gpu" if facts.gpus else "cpu"]
-    if tried is None:
-        new, why = usual, "no trial answers were sampled"
-    elif tried.cut > 0 and tried.limit < tried.asked:
-        new = usual
-        why = (
-            f"{len(tried.lengths)} trial answers reached {tried.limit} tokens in {TRIAL_S:g} s, "
-            f"{tried.cut:.0%} without their end: lengths are not known"
-        )
-    else:
-        longest = tried.limit if tried.cut > 0 else min(tried.limit, math.ceil(1.25 * tried.p99))
-        new = _rounded(longest, 32)
-        why = (
-            f"{len(tried.lengths)} trial answers: 99% within {tried.p99} tokens, {tried.cut:.0%} "
-            f"cut off at {tried.limit}, {tried.with_signal} of {tried.groups} groups with signal"
-        )
-        why += "" if tried.mean is None else f", mean reward {tried.mean:.3g}"
-        if not tried.with_signal:
-            why += "; NONE LEARNS from equal rewards: an easier reward or a stronger model"
+    new, why = _new_tokens(facts)
+    if facts.tried is not None and " groups with signal" in why and not facts.tried.with_signal:
+        why += "; NONE LEARNS from equal rewards: an easier reward or a stronger model"
     return Choice(
         (f"rollout.max_new_tokens={new}", f"model.max_len={_rounded(facts.prompt + new, 64)}"), why
     )
+
+
+def _new_tokens(facts: Facts) -> tuple[int, str]:
+    """(tokens of the longest answer, why)."""
+    tried = facts.tried
+    usual = LIMIT["gpu" if facts.gpus else "cpu"]
+    if tried is None:
+        return usual, "no trial answers were sampled"
+    if tried.cut > 0 and tried.limit < tried.asked:
+        return usual, (
+            f"{len(tried.lengths)} trial answers reached {tried.limit} tokens in {TRIAL_S:g} s, "
+            f"{tried.cut:.0%} without their end: lengths are not known"
+        )
+    longest = tried.limit if tried.cut > 0 else min(tried.limit, math.ceil(1.25 * tried.p99))
+    why = (
+        f"{len(tried.lengths)} trial answers: 99% within {tried.p99} tokens, {tried.cut:.0%} "
+        f"cut off at {tried.limit}, {tried.with_signal} of {tried.groups} groups with signal"
+    )
+    why += "" if tried.mean is None else f", mean reward {tried.mean:.3g}"
+    return _rounded(longest, 32), why
 
 
 def _rounded(number: int, to: int) -> int:

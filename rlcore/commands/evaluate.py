@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -234,11 +235,15 @@ def _with_drafts(config: RunConfig, prepared: Prepared, folder: Path) -> RunConf
     return config.model_copy(update={"actor": actors})
 
 
+# of an absolute path, up to its last part; not of an address
+FOLDERS = re.compile(r"(?<![\w.:/-])/(?:[^\s/`|\"':,;()<>]+/)+")
+
+
 def model_card(config: RunConfig, base: str, step: int, weights: str = "as trained") -> str:
     """The card of the model after `step` steps. `base`: the model that the run started from.
     `weights`: a word on their form.
 
-    It contains only facts that the run's folder records.
+    It contains only facts that the run's folder records, and no path of this machine.
     """
     run_dir = Path(config.run_dir)
     rows = [row for row in run_rows(run_dir) if (row["step"] or 0) <= step]
@@ -254,7 +259,7 @@ def model_card(config: RunConfig, base: str, step: int, weights: str = "as train
     if about.is_file():
         lines += ["## Versions", "", "```json", json.dumps(json.loads(about.read_text()), indent=1)]
         lines += ["```", ""]
-    return "\n".join(lines)
+    return FOLDERS.sub("", "\n".join(lines))
 
 
 def _facts(config: RunConfig, base: str) -> Iterator[tuple[str, object]]:

@@ -25,6 +25,7 @@ from rlcore.rollout.checks import (
     check_heads,
     check_length,
     check_recurrent,
+    check_width,
 )
 from rlcore.rollout.specs import ActorSpec
 from rlcore.serialization import record_bytes
@@ -54,21 +55,23 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
                 f"vocabulary of {model['vocab_size']} tokens, and the policy's has {size}: give "
                 "both models the same.",
             )
-        _check_heads(f"actor.{label}", model, actor)
         path = actor.draft_path or config.model.path or "the fresh model"
+        _check_heads(f"actor.{label}", model, actor, path)
         check_recurrent(model, actor, key=f"actor.{label}", path=path)
         if (proposing := actor.speculate) is not None:
-            key = f"actor.{label}.speculate.path"
-            _compatible(config, key, proposing.path, size, tokenizer, "tokens that it proposes")
+            key, what = f"actor.{label}.speculate.path", "tokens that it proposes"
+            proposer = _compatible(config, key, proposing.path, size, tokenizer, what)
+            check_width(proposer, actor, key=f"actor.{label}", path=proposing.path)
     for part in PARTS:
         held = {own.folder: own for own in part.engines(config)}
         for key, path in part.models(config).items():
             model = _compatible(config, key, path, size, tokenizer, "distances to it")
             if path in held:
-                _check_heads(held[path].key, model, held[path].spec)
+                _check_heads(held[path].key, model, held[path].spec, path)
     plain = evaluation_actor(config)
     if plain is not None:
-        _check_heads(f"evaluation.dense_actor, as actor.{next(iter(config.actor))}", policy, plain)
+        key = f"evaluation.dense_actor, as actor.{next(iter(config.actor))}"
+        _check_heads(key, policy, plain, config.model.path or "the fresh model")
     return size
 
 
@@ -457,6 +460,7 @@ def _fresh(fresh: FreshModelSpec, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _check_heads(key: str, model: dict[str, Any], actor: ActorSpec) -> None:
+def _check_heads(key: str, model: dict[str, Any], actor: ActorSpec, path: str) -> None:
+    check_width(model, actor, key=key, path=path)
     if actor.tensor_parallel > 1:
         check_heads(attention_heads(model), actor.tensor_parallel, key=key)

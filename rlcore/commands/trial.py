@@ -37,11 +37,13 @@ class Tried:
         return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
-def try_answers(config: RunConfig, task: Task, tokenizer: Any, limit: int) -> Tried:
-    """Sample 4 answers to each of the task's first 8 problems, at the run's temperature, and grade
-    them with the run's graders."""
-    size = task.size("train")
-    items = [task.item("train", index) for index in range(min(GROUPS, size or GROUPS))]
+def try_answers(
+    config: RunConfig, task: Task, tokenizer: Any, limit: int, part: str = "train"
+) -> Tried:
+    """Sample 4 answers to each of the first 8 problems of a part of the task, at the run's
+    temperature, and grade them with the run's graders."""
+    size = task.size(part)
+    items = [task.item(part, index) for index in range(min(GROUPS, size or GROUPS))]
     answers = _sampled(config, tokenizer, items, limit)
     ends = set(end_ids(tokenizer, config.model.path))
     trials, lengths, cut = [], [], 0

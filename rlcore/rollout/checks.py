@@ -20,10 +20,12 @@ def check_model(job: EngineJob) -> None:
     config = read_config(job.model_path)
     check_length(config, job.max_len)
     check_recurrent(config, job.actor, key=job.key, path=job.model_path)
+    check_width(config, job.actor, key=job.key, path=job.model_path)
     check_vocabulary(job.model_path, job.policy_path)
     if (proposing := job.actor.speculate) is not None:
-        key = f"{job.key}.speculate.path"
-        check_length(read_config(proposing.path), job.max_len, whose=f"{key}={proposing.path}")
+        key, other = f"{job.key}.speculate.path", read_config(proposing.path)
+        check_length(other, job.max_len, whose=f"{key}={proposing.path}")
+        check_width(other, job.actor, key=job.key, path=proposing.path)
         check_vocabulary(proposing.path, job.model_path, key=key)
     if job.actor.tensor_parallel > 1:
         check_heads(attention_heads(config), job.actor.tensor_parallel, key=job.key)
@@ -71,6 +73,23 @@ def check_recurrent(
         f"{key}.engine=vllm cannot serve {path} on a CPU, a model with recurrent layers "
         f"(model_type={kind}), with vLLM 0.32: {why}; choose a model whose "
         "layers all attend."
+    )
+
+
+def check_width(
+    config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
+) -> None:
+    """Raise UserError for a model whose heads have a width that the engine's attention lacks on a
+    CPU. Latent attention (MLA) has kernels of another width."""
+    widths = actor.facts(key).cpu_heads if actor.on_cpu else ()
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    width = config.get("head_dim") or (heads and hidden and hidden // heads)
+    if not widths or not width or config.get("kv_lora_rank") or width in widths:
+        return
+    raise UserError(
+        f"{key}.engine={actor.engine} cannot serve {path} on a CPU: its heads are {width} wide "
+        f"(head_dim), and the engine's attention has {', '.join(map(str, widths))}; choose a model "
+        f"of such a width, or set {key}.num_gpus=1."
     )
 
 

@@ -37,6 +37,19 @@ def test_a_card_of_a_checkpoint(tmp_path):
     assert "effective_" not in later and "95 % interval" in later
 
 
+def test_a_card_names_no_folder_of_the_machine(tmp_path):
+    notes = {"shortcuts": ["refused for /srv/models/Small-1B"], "of": "https://host/a/b"}
+    (tmp_path / "about.json").write_text(json.dumps(notes))
+    for name in ("rows.jsonl", "tasks.py", "test.jsonl"):
+        (tmp_path / name).touch()
+    data = [f"task.args.train_path={tmp_path}/rows.jsonl", f"task.args.grader={tmp_path}/g.py:f"]
+    words = ["model=path", "model.path=/m/x/Small-1B", "task=file", *data]
+    card = model_card(load([*words, f"run_dir={tmp_path}"]), "/m/x/Small-1B", 0)
+    assert "| base model | Small-1B |" in card and "data `rows.jsonl`" in card
+    assert "refused for Small-1B" in card and "https://host/a/b" in card
+    assert str(tmp_path) not in card and "/m/" not in card and "/srv" not in card
+
+
 def test_a_card_without_evaluations_leaves_them_out(tmp_path):
     config = load(["experiment=quickstart", f"run_dir={tmp_path}"])
     card = model_card(config, "fresh", 0)

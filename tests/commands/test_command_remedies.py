@@ -17,7 +17,7 @@ from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
 SHAPE = FreshModelSpec(
-    hidden_size=32, layers=1, heads=4, kv_heads=2, head_dim=8, intermediate_size=32
+    hidden_size=32, layers=1, heads=4, kv_heads=2, head_dim=32, intermediate_size=32
 )
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "model_type": "qwen3_moe"}
 CONFIGS = {

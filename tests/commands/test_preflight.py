@@ -20,7 +20,7 @@ from rlcore.serialization import record_bytes
 ALPHABET = "0123456789= "
 LENGTHS = ("model.max_len=64", "rollout.max_new_tokens=32")
 SHAPE = FreshModelSpec(
-    hidden_size=32, layers=1, heads=4, kv_heads=2, head_dim=8, intermediate_size=32
+    hidden_size=32, layers=1, heads=4, kv_heads=2, head_dim=32, intermediate_size=32
 )
 
 

@@ -14,6 +14,7 @@ from rlcore.rollout.checks import (
     check_length,
     check_recurrent,
     check_vocabulary,
+    check_width,
 )
 from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
@@ -84,6 +85,22 @@ def test_a_family_that_an_engine_on_a_cpu_computes_wrong():
     with pytest.raises(UserError, match=r"a\.b\.engine=vllm .* M .*cohere2.*nats off"):
         check_recurrent(config, ActorSpec(), key="a.b", path="M")
     check_recurrent(config, ActorSpec(num_gpus=1), key="a.b", path="M")
+
+
+SIXTEEN = {"num_attention_heads": 4, "hidden_size": 64, "model_type": "llama"}
+
+
+@pytest.mark.parametrize("config", [SIXTEEN, SIXTEEN | {"head_dim": 48}, {"head_dim": 16}])
+def test_heads_of_a_width_that_an_engine_on_a_cpu_lacks(config):
+    with pytest.raises(UserError, match=r"a\.b\.engine=vllm cannot serve M .* (16|48) wide .* 64"):
+        check_width(config, ActorSpec(), key="a.b", path="M")
+    check_width(config, ActorSpec(num_gpus=1), key="a.b", path="M")
+
+
+def test_heads_of_a_width_that_an_engine_on_a_cpu_has():
+    for more in ({"head_dim": 32}, {"hidden_size": 256}, {"kv_lora_rank": 8}, {"head_dim": None}):
+        check_width({**SIXTEEN, "hidden_size": 128, **more}, ActorSpec(), key="a.b", path="M")
+    check_width({"model_type": "rwkv"}, ActorSpec(), key="a.b", path="M")
 
 
 def test_attention_alone_is_no_recurrent_layer():
