@@ -1,4 +1,4 @@
-"""Ten contributions, tried in copies of the checkout with one piece of each forgotten at a time.
+"""Twelve contributions, tried in copies of the checkout with one piece of each forgotten at a time.
 
     python tests/contributions.py    the table of tests/contributions.md: what names each piece
 
@@ -29,6 +29,15 @@ BUILT = "tests/test_contracts.py::test_every_correction_is_built_from_its_defaul
 PAGES = "tests/test_documentation.py::test_every_correction_has_a_page_and_shows_its_studies"
 LOSSES = "tests/test_documentation.py::test_every_loss_advantage_and_algorithm_is_described"
 CURRENT = "tests/test_architecture.py::test_the_generated_pages_are_current"
+PARTS = "tests/config/test_parts.py::test_every_part_is_listed_and_whole"
+FACTS = (
+    "tests/config/test_engines.py"
+    "::test_shipped_engines_state_their_facts_and_read_every_setting_that_only_some_read"
+)
+RESUMED = (
+    "tests/config/test_config_resuming.py::test_every_key_is_known_to_be_fixed_or_free_on_resume"
+)
+KINDS = "tests/config/test_engines.py::test_every_kind_of_actor_is_reported_and_has_an_option"
 VERBS = "tests/config/test_config_help.py::test_every_verb_is_listed_handled_and_explained"
 READING = {REGISTERED, MODULES, METRICS}  # tests that read the code and load no configuration
 
@@ -133,6 +142,23 @@ SECTION = """## Mine: `algorithm.loss=mine`
 **When**: x. **Watch**: x. **Does not help**: x. **Source**: x.
 
 """
+PART = '''"""A part."""
+
+from rlcore.config.parts.part import LearnerPart
+
+
+class MinePart(LearnerPart):
+    name, without = "mine", "mine=null"
+'''
+SETTING = '\n    def setting(self, c):\n        return ""\n'
+ENGINE_FACTS = '''"""Facts."""
+
+from rlcore.engine_facts import EngineFacts
+
+
+class MyFacts(EngineFacts):
+    reads = frozenset({"mine"})
+'''
 VERB = '        Verb("mine", "another command", ("rlcore mine",), settings=False),\n'
 HANDLER = "\n\ndef _mine(given):\n    from rlcore.commands.mine import mine\n\n    return mine()\n"
 
@@ -248,13 +274,84 @@ def contributions() -> dict[str, list[Piece]]:
             _entry("ENGINES", '"mine": "rlcore.rollout.engines.mine:MyRolloutEngine"'),
             "step",
         ),
-        "learner engine": stub(
-            "TrainEngine",
-            "rlcore.learner.protocols",
-            "rlcore/learner/engines/mine.py",
-            _entry("ENGINES", '"mine": "rlcore.learner.engines.mine:MyTrainEngine"'),
-            "grad_norm",
-        ),
+        "learner engine with a setting": [
+            *stub(
+                "TrainEngine",
+                "rlcore.learner.protocols",
+                "rlcore/learner/engines/mine.py",
+                _entry("ENGINES", '"mine": "rlcore.learner.engines.mine:MyTrainEngine"'),
+                "grad_norm",
+            ),
+            Piece("the facts", "rlcore/learner/engines/mine_facts.py", end(ENGINE_FACTS), "", ""),
+            Piece(
+                "the line of its facts",
+                "rlcore/learner/specs.py",
+                _entry("ENGINE_FACTS", '"mine": "rlcore.learner.engines.mine_facts:MyFacts"'),
+                FACTS,
+                "an engine states no facts",
+            ),
+            Piece(
+                "its setting",
+                "rlcore/learner/specs.py",
+                after(
+                    '    engine: str = setting("deepspeed", "training engine, or file.py:Class")\n',
+                    '    mine: int = setting(1, "x")\n',
+                ),
+                FACTS,
+                "mine",
+            ),
+            Piece(
+                "its setting among those of engines",
+                "rlcore/learner/specs.py",
+                after(
+                    "    engine_settings: ClassVar[Mapping[str, bool]] = {\n",
+                    '        "mine": True,\n',
+                ),
+                FACTS,
+                "mine",
+            ),
+            Piece(
+                "why a resumed run keeps it",
+                "rlcore/learner/specs.py",
+                after('        "engine": Fixed.WEIGHTS,\n', '        "mine": Fixed.WEIGHTS,\n'),
+                RESUMED,
+                "learner.mine: name it in",
+            ),
+        ],
+        "learner part": [
+            Piece("the class", "rlcore/config/parts/mine.py", end(PART), "", ""),
+            Piece(
+                "its method `setting`",
+                "rlcore/config/parts/mine.py",
+                end(SETTING),
+                PARTS,
+                "MinePart lacks setting",
+            ),
+            Piece(
+                "its line in `PARTS`",
+                "rlcore/config/parts/__init__.py",
+                _listed,
+                PARTS,
+                "MinePart is not in PARTS",
+            ),
+        ],
+        "actor kind": [
+            Piece(
+                "its value",
+                "rlcore/rollout/specs.py",
+                after('    kind: Literal["bf16", "fp8", ', '"mine", '),
+                KINDS,
+                "mine",
+            ),
+            Piece(
+                "its name on trajectories",
+                "rlcore/types.py",
+                after('ActorKind = Literal["bf16", "fp8", ', '"mine", '),
+                KINDS,
+                "mine",
+            ),
+            _kind_option(),
+        ],
         "transport": stub(
             "WeightTransport",
             interfaces,
@@ -301,6 +398,18 @@ def contributions() -> dict[str, list[Piece]]:
 def _option(group: str, text: str) -> Piece:
     file = f"configs/{group}/mine.yaml"
     return Piece("its option", file, end(f"{text}\n"), OPTIONS, r"mine\.yaml is missing")
+
+
+def _kind_option() -> Piece:
+    file, text = "configs/actor/mine.yaml", "mine:\n  kind: mine\n"
+    return Piece("its option", file, end(text), KINDS, "mine")
+
+
+def _listed(old: str) -> str:
+    """Import the part and list it, in `config/parts/__init__.py`."""
+    line = "from rlcore.config.parts.mine import MinePart\n"
+    anchor = "PARTS: tuple[LearnerPart, ...] = (\n"
+    return after(anchor, "    MinePart(),\n")(_before("from rlcore.config.parts.part", line)(old))
 
 
 def _before(anchor: str, text: str) -> Callable[[str], str]:
@@ -387,7 +496,7 @@ def pieces_named() -> list[tuple[str, Piece]]:
 
 def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, Piece]]:
     """(contribution, forgotten piece), once its test has failed and said what is missing. Raises
-    AssertionError where it does not, or where the ten whole contributions do not pass."""
+    AssertionError where it does not, or where the whole contributions do not pass."""
     everything = [(name, piece) for name, pieces in contributions().items() for piece in pieces]
     named = pieces_named()
     code, text = _tried((p for _, p in everything), (p.test for _, p in named))

@@ -1,15 +1,18 @@
 """Engines of a user's own: what they do not read is refused or named, and nothing is claimed."""
 
+from typing import get_args
+
 import pytest
 
 from rlcore.config.checks import check
 from rlcore.config.compose import load
+from rlcore.config.groups import groups
 from rlcore.config.unread import unread
 from rlcore.errors import UserError
-from rlcore.learner.engines.deepspeed_facts import DeepSpeedFacts
-from rlcore.learner.specs import LearnerSpec
-from rlcore.rollout.engines.vllm_facts import VllmFacts
-from rlcore.rollout.specs import ActorSpec
+from rlcore.learner import specs as learner
+from rlcore.registry import load_object
+from rlcore.rollout import specs as rollout
+from rlcore.types import ActorKind
 
 OWN = """
 from rlcore.engine_facts import EngineFacts
@@ -45,11 +48,18 @@ def begun(tmp_path):
     return made
 
 
-def test_shipped_engines_read_every_setting_that_only_some_engines_read():
-    assert DeepSpeedFacts.reads == {*LearnerSpec.engine_settings}
-    assert VllmFacts.reads == {*ActorSpec.engine_settings}
-    for spec in (LearnerSpec, ActorSpec):
-        assert {*spec.engine_settings} <= {*spec.model_fields}
+def test_shipped_engines_state_their_facts_and_read_every_setting_that_only_some_read():
+    for specs, section in ((learner, learner.LearnerSpec), (rollout, rollout.ActorSpec)):
+        assert {*specs.ENGINES} == {*specs.ENGINE_FACTS}, "an engine states no facts"
+        read = {name for where in specs.ENGINE_FACTS.values() for name in load_object(where).reads}
+        assert read == {*section.engine_settings}, read ^ {*section.engine_settings}
+        assert read <= {*section.model_fields}
+
+
+def test_every_kind_of_actor_is_reported_and_has_an_option():
+    kinds = {*get_args(rollout.ActorSpec.model_fields["kind"].annotation)}
+    assert kinds <= {*get_args(ActorKind)}, kinds - {*get_args(ActorKind)}
+    assert kinds == {*groups()["actor"]}, kinds ^ {*groups()["actor"]}
 
 
 @pytest.mark.parametrize(

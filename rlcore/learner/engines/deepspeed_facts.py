@@ -25,7 +25,12 @@ SWAPPED = 4  # such groups of a tensor that a rank with states on NVMe has memor
 class DeepSpeedFacts(EngineFacts):
     """ZeRO 0 to 3, with parts of sequences, layers and experts, and offloading."""
 
-    reads: ClassVar[frozenset[str]] = frozenset(LearnerSpec.engine_settings)
+    reads: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("zero_stage", "overlap_comm", "offload", "offload_while_sampling"),
+            *("sequence_parallel", "tensor_parallel", "expert_parallel"),
+        }
+    )
 
     @classmethod
     def refuse(cls, spec: LearnerSpec, key: str) -> None:
