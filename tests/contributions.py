@@ -32,7 +32,7 @@ CURRENT = "tests/test_architecture.py::test_the_generated_pages_are_current"
 PARTS = "tests/config/test_parts.py::test_every_part_is_listed_and_whole"
 FACTS = (
     "tests/config/test_engines.py"
-    "::test_shipped_engines_state_their_facts_and_read_every_setting_that_only_some_read"
+    "::test_every_setting_that_only_some_engines_read_is_read_by_a_shipped_one"
 )
 RESUMED = (
     "tests/config/test_config_resuming.py::test_every_key_is_known_to_be_fixed_or_free_on_resume"
@@ -144,10 +144,10 @@ SECTION = """## Mine: `algorithm.loss=mine`
 """
 PART = '''"""A part."""
 
-from rlcore.config.parts.part import LearnerPart
+from rlcore.config.parts.part import PartFacts
 
 
-class MinePart(LearnerPart):
+class MinePart(PartFacts):
     name, without = "mine", "mine=null"
 '''
 SETTING = '\n    def setting(self, c):\n        return ""\n'
@@ -288,7 +288,7 @@ def contributions() -> dict[str, list[Piece]]:
                 "rlcore/learner/specs.py",
                 _entry("ENGINE_FACTS", '"mine": "rlcore.learner.engines.mine_facts:MyFacts"'),
                 FACTS,
-                "an engine states no facts",
+                "mine",
             ),
             Piece(
                 "its setting",
@@ -408,7 +408,7 @@ def _kind_option() -> Piece:
 def _listed(old: str) -> str:
     """Import the part and list it, in `config/parts/__init__.py`."""
     line = "from rlcore.config.parts.mine import MinePart\n"
-    anchor = "PARTS: tuple[LearnerPart, ...] = (\n"
+    anchor = "PARTS: tuple[PartFacts, ...] = (\n"
     return after(anchor, "    MinePart(),\n")(_before("from rlcore.config.parts.part", line)(old))
 
 

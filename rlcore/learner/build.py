@@ -18,12 +18,17 @@ from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
-from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import Layout, PassCosts
-from rlcore.learner.policy import Attention, FrozenPolicy, Policy, Replay, load_causal_lm
+from rlcore.learner.parts.critic import Critic, ValueModel, freeze_trunk
+from rlcore.learner.parts.part import LearnerPart
+from rlcore.learner.parts.replay import Replay
+from rlcore.learner.parts.rounded import RoundedLayers
+from rlcore.learner.parts.sparse_copy import SparseCopy
+from rlcore.learner.parts.teacher import Teacher
+from rlcore.learner.policy import Attention, FrozenPolicy, Policy, load_causal_lm
 from rlcore.learner.probes import (
     CPU,
     ShortcutVerdict,
@@ -39,9 +44,7 @@ from rlcore.learner.probes import (
 )
 from rlcore.learner.protocols import Companion, LogProbEstimator, TrainEngine
 from rlcore.learner.ranks import RankReduce, Shards, join_groups, join_ranks
-from rlcore.learner.rounded import RoundedLayers
 from rlcore.learner.sequences import Reader, read_next_tokens, read_with_routes
-from rlcore.learner.sparse_copy import SparseCopy
 from rlcore.learner.specs import (
     ENGINES,
     ESTIMATORS,
@@ -51,7 +54,6 @@ from rlcore.learner.specs import (
     LoraSpec,
     RankPlace,
 )
-from rlcore.learner.teacher import Teacher
 from rlcore.learner.update import Update
 from rlcore.models.folder import read_shapes
 from rlcore.registry import resolve
@@ -70,6 +72,7 @@ class RankParts:
     engine: TrainEngine  # the policy's
     update: Update
     companions: tuple[Companion, ...]
+    others: tuple[LearnerPart, ...]  # parts without an engine
     layout: Layout
     costs: PassCosts | None  # of the policy, where its sequences may share prefixes
     tight: PassCosts | None  # of the policy, where micro-batches are divided by cost
@@ -124,6 +127,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
         engine,
         update,
         tuple(companions),
+        tuple(part for part in (teacher, engine.policy.replay, engine.policy.rounded) if part),
         models.layout,
         models.costs,
         models.tight,

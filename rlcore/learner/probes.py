@@ -23,7 +23,8 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.learner.lora import adapted_layers, add_adapters, factors, merged
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
-from rlcore.learner.policy import NONE, Policy, Replay
+from rlcore.learner.parts.replay import NONE, Replay
+from rlcore.learner.policy import Policy
 from rlcore.learner.ranks import Shards
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LoraSpec

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlcore.engine_facts import EngineFacts
 from rlcore.errors import UserError
+from rlcore.learner.parts.part import LearnerPart
 from rlcore.types import Group, TokenScores, Trajectory
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class TrainEngine(ABC):
         """
 
 
-class Companion(ABC):
+class Companion(LearnerPart, ABC):
     """A model trained with the policy in the learner's ranks, published under its own name or not
     at all.
 

@@ -6,7 +6,6 @@ optimizer step, and in several epochs if it has more steps than batches.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from torch import Tensor
 from rlcore.corrections.jackpot import obrs_acceptance
 from rlcore.corrections.numerics import total
 from rlcore.corrections.rapid import best_of_group
-from rlcore.files import replace_file
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import (
     PolicyScores,
@@ -39,6 +37,7 @@ from rlcore.learner.build import build_parts
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Sums, take_step
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
+from rlcore.learner.parts.part import LearnerPart
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
@@ -47,10 +46,6 @@ from rlcore.learner.state_files import Schedule
 from rlcore.learner.step_bound import BoundedSteps
 from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Group
-
-KL_FILE = "kl.json"  # of a saved state: the coefficient of the KL in the reward
-UPDATE_FILE = "update.json"  # of a saved state: what the update of later steps depends on
-
 
 # Plain cross-entropy is the log-likelihood of the untempered model.
 TEMPERATURE = 1.0
@@ -155,6 +150,7 @@ class LearnerRank(RankState):
         first = job.learner.lr / (job.in_flight + 1) if job.in_flight else None
         bound = job.learner.step_bound
         self._bounded = BoundedSteps(bound, job.kinds, follows=follows, first=first)
+        self._parts: tuple[LearnerPart, ...] = (*parts.others, *parts.companions, self._bounded)
         self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
         self._taken = 0  # steps of the phase
         self._steps = 0  # that it has in all
@@ -185,10 +181,8 @@ class LearnerRank(RankState):
         self._taken = 0
         self._steps = len(self._phase) if steps is None else steps
         self._fresh = first
-        if (teacher := self._update.teacher) is not None:
-            teacher.follow()
-            for batch in self._phase:
-                teacher.score(batch, self._micro_batches)
+        for part in self._parts:
+            part.begin(self._phase, self._micro_batches)
         self._update.prepare(self._phase, first=first, steps=self._steps)
         self._ref_seconds = time.monotonic() - start
 
@@ -266,10 +260,8 @@ class LearnerRank(RankState):
         self._bounded.took(step, metrics["lr"])
         metrics |= staleness_split(batch, step, self._reduce, self.job.kinds)
         metrics |= positions(batch, self._reduce)
-        if (replay := self.engine.policy.replay) is not None:
-            metrics |= replay.metrics(self._reduce)
-        if (rounded := self.engine.policy.rounded) is not None:
-            metrics |= rounded.metrics()
+        for part in self._parts:
+            metrics |= part.metrics(self._reduce)
         metrics |= self._update.advantages.metrics(batch, self._reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start
         # after the policy's own step, so that shared tensors are up to date
@@ -341,20 +333,13 @@ class LearnerRank(RankState):
         return found | ({"cosine": dot / (squares * others) ** 0.5} if squares * others else {})
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
-        """Also the state of the step bound, the coefficient of a KL in the reward, a teacher that
-        was the policy, and what corrections have seen."""
+        """Also what the update has seen, and the state of every part."""
         schedule = run or (lambda write: write())
         if self.rank == 0:
             schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
-            state = json.dumps(self._update.state())
-            schedule(partial(replace_file, Path(folder) / UPDATE_FILE, state))
-        if self.rank == 0 and self._update.teacher is not None:
-            self._update.teacher.save(Path(folder), schedule)
-        if self.rank == 0 and self.job.objective.kl_in_reward:
-            given = json.dumps({"kl_coef": self._update.kl.value})
-            schedule(partial(replace_file, Path(folder) / KL_FILE, given))
-        if self.rank == 0:
-            self._bounded.save(Path(folder), schedule)
+            self._update.save(Path(folder), schedule)
+            for part in self._parts:
+                part.save(Path(folder), schedule)
         super().save(folder, run)
 
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
@@ -364,14 +349,9 @@ class LearnerRank(RankState):
         are loaded); without it, a phase must be begun again.
         """
         super().load(folder)
-        self._bounded.load(Path(folder))
-        if self._update.teacher is not None:
-            self._update.teacher.load(Path(folder))
-        if (update := Path(folder) / UPDATE_FILE).is_file():  # older checkpoints have none
-            self._update.restore(json.loads(update.read_text()))
-        adapted = Path(folder) / KL_FILE
-        if adapted.is_file() and self.job.objective.kl_target is not None:
-            self._update.kl.value = float(json.loads(adapted.read_text())["kl_coef"])
+        self._update.load(Path(folder))
+        for part in self._parts:
+            part.load(Path(folder))
         if not keep_phase:
             self._phase = []
             self._steps = self._taken

@@ -14,6 +14,7 @@ from rlcore.corrections.step_bound import StepBound, drift_accumulate, drift_val
 from rlcore.files import replace_file
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch
+from rlcore.learner.parts.part import LearnerPart
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.state_files import Schedule
 
@@ -29,7 +30,7 @@ class Bounded(NamedTuple):
     metrics: dict[str, float]
 
 
-class BoundedSteps:
+class BoundedSteps(LearnerPart):
     """`StepBound` over the batches of a run. Collective: every rank has the same state."""
 
     def __init__(

@@ -14,9 +14,12 @@ the weights.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from rlcore.corrections.centre import Centred
 from rlcore.corrections.numerics import ONE_RANK, first_occurrence, total
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.corrections.shadow import shadow_metrics
+from rlcore.files import replace_file
 from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import (
     PolicyScores,
@@ -34,22 +38,24 @@ from rlcore.learner.batch import (
     kept_set_metrics,
     observed,
 )
-from rlcore.learner.critic import Critic
 from rlcore.learner.lm_head import HeadSpec, KlTarget
 from rlcore.learner.metric_sums import Declared, Sums
 from rlcore.learner.packing import KeptPasses, MicroBatch, dummy
+from rlcore.learner.parts.critic import Critic
+from rlcore.learner.parts.teacher import Teacher
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob
+from rlcore.learner.state_files import Schedule
 from rlcore.learner.step_loss import StepLoss
 from rlcore.learner.task_advantages import TaskAdvantages
-from rlcore.learner.teacher import Teacher
 from rlcore.objectives.advantages import overlong_penalty
 from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
 from rlcore.objectives.losses import coefficients, counts
 from rlcore.objectives.protocols import LossTensors, snapped
 from rlcore.types import StepTensors, TokenScores
 
+FILE = "update.json"  # of a saved state
 FLAT = "train/flat_positions"  # whose backward pass was left out
 
 # a differentiated pass: scores, and the full KL [N] or what is known of the distance to a teacher
@@ -158,18 +164,28 @@ class Update:
             if self.critic is not None:
                 batch.values = self.critic.values(batch)
 
-    def state(self) -> dict[str, Any]:
-        """All that later steps depend on besides the weights, as JSON holds it."""
-        shadows = {label: pipeline.state() for label, pipeline in self._shadows.items()}
-        own = self.pipeline.state()
-        return {"ref_version": self.ref_version, "corrections": own, "shadows": shadows}
+    def save(self, folder: Path, schedule: Schedule) -> None:
+        """Write all that later steps depend on besides the weights; by one rank."""
+        state: dict[str, Any] = {
+            "ref_version": self.ref_version,
+            "corrections": self.pipeline.state(),
+            "shadows": {label: pipeline.state() for label, pipeline in self._shadows.items()},
+        }
+        if self._objective.kl_in_reward:
+            state["kl_coef"] = self.kl.value
+        schedule(partial(replace_file, folder / FILE, json.dumps(state)))
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
+    def load(self, folder: Path) -> None:
+        """Continue from `save`; older checkpoints have no such file."""
+        if not (folder / FILE).is_file():
+            return
+        state = json.loads((folder / FILE).read_text())
         self.ref_version = int(state["ref_version"])
         self.pipeline.restore(state.get("corrections", {}))
         for label, pipeline in self._shadows.items():
             pipeline.restore(state.get("shadows", {}).get(label, {}))
+        if "kl_coef" in state and self._objective.kl_target is not None:
+            self.kl.value = float(state["kl_coef"])
 
     def score_ref(self, batch: StepBatch) -> PolicyScores:
         """A batch's scores under the policy as it is now."""
@@ -220,7 +236,7 @@ class Update:
             # taken out, so that its memory is free after its backward pass
             forward = ready.pop(0) if ready else self._forward(batch, mb, None)
             self._backward(shared, i, forward, mine)
-        metrics = corrected.metrics | shadowed | self._followed_kl(batch) | self._of_teacher()
+        metrics = corrected.metrics | shadowed | self._followed_kl(batch)
         scale = 0.0 if waits else corrected.step_scale
         return StepGradient(sums, kept, advantages, metrics, scale)
 
@@ -279,7 +295,7 @@ class Update:
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction declared as sequence_wise rejected tokens")
-        metrics = corrected.metrics | self._shadowed(tensors, corrected) | self._of_teacher()
+        metrics = corrected.metrics | self._shadowed(tensors, corrected)
         return StepGradient(sums, kept, advantages, metrics, corrected.step_scale)
 
     def _shadowed(self, tensors: StepTensors, executed: Corrected) -> dict[str, float]:
@@ -444,10 +460,6 @@ class Update:
         )
         states = self.pipeline.state_weight(corrected)
         return teacher.distance(shared.batch, mb, pair, tokens, states, ratio)
-
-    def _of_teacher(self) -> dict[str, float]:
-        """Metrics of the step's distances to a teacher. Collective."""
-        return {} if self.teacher is None else self.teacher.metrics(self.reduce)
 
     def _loss_tensors(
         self, shared: _Shared, mb: MicroBatch, scores: TokenScores, corrected: Corrected

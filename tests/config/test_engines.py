@@ -48,9 +48,9 @@ def begun(tmp_path):
     return made
 
 
-def test_shipped_engines_state_their_facts_and_read_every_setting_that_only_some_read():
+def test_every_setting_that_only_some_engines_read_is_read_by_a_shipped_one():
     for specs, section in ((learner, learner.LearnerSpec), (rollout, rollout.ActorSpec)):
-        assert {*specs.ENGINES} == {*specs.ENGINE_FACTS}, "an engine states no facts"
+        assert {*specs.ENGINE_FACTS} <= {*specs.ENGINES}
         read = {name for where in specs.ENGINE_FACTS.values() for name in load_object(where).reads}
         assert read == {*section.engine_settings}, read ^ {*section.engine_settings}
         assert read <= {*section.model_fields}

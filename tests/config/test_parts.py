@@ -8,7 +8,7 @@ import pytest
 from rlcore.config import parts
 from rlcore.config.combinations import FEATURES
 from rlcore.config.compose import load
-from rlcore.config.parts.part import LearnerPart
+from rlcore.config.parts.part import PartFacts
 
 BASES = ["run_dir=x", "experiment=quickstart"]
 USED = {
@@ -25,14 +25,14 @@ def classes():
     for found in pkgutil.iter_modules(parts.__path__):
         module = importlib.import_module(f"{parts.__name__}.{found.name}")
         own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
-        yield from (v for v in own if isinstance(v, type) and issubclass(v, LearnerPart))
+        yield from (v for v in own if isinstance(v, type) and issubclass(v, PartFacts))
 
 
 def test_every_part_is_listed_and_whole():
     listed = {type(part) for part in parts.PARTS}
-    for cls in {*classes()} - {LearnerPart}:
+    for cls in {*classes()} - {PartFacts}:
         assert cls in listed, f"{cls.__name__} is not in PARTS"
-        assert cls.setting is not LearnerPart.setting, f"{cls.__name__} lacks setting"
+        assert cls.setting is not PartFacts.setting, f"{cls.__name__} lacks setting"
     assert len({part.name for part in parts.PARTS}) == len(parts.PARTS)
     assert {part.name for part in parts.PARTS} < {*FEATURES}
 

@@ -20,8 +20,8 @@ from learner_helpers import (
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
 from rlcore.learner.batch import StepBatch, build_batch
-from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.packing import pack
+from rlcore.learner.parts.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.policy import load_causal_lm
 from rlcore.learner.probes import share_prefixes
 from rlcore.learner.specs import CriticSpec

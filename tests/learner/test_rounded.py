@@ -9,9 +9,10 @@ import torch
 from learner_helpers import on_ranks, small_model
 from rounded_jobs import rounded_gradients, rounded_twice
 
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.errors import UserError
+from rlcore.learner.parts.rounded import RoundedLayers
 from rlcore.learner.policy import load_causal_lm
-from rlcore.learner.rounded import RoundedLayers
 from rlcore.models.folder import read_weights
 from rlcore.weights.rounding import round_weights
 from rlcore.weights.specs import RoundingSpec
@@ -59,7 +60,7 @@ def test_the_pass_is_that_of_the_weights_an_actor_loads_and_the_gradient_goes_st
     assert gradients.keys() == of_rounded.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, of_rounded[name], rtol=1e-6, atol=1e-7)
-    measured = layers.metrics()["rounding/relative_error"]
+    measured = layers.metrics(ONE_RANK)["rounding/relative_error"]
     assert measured == pytest.approx(math.sqrt(error / size))
     for name, master in read_weights(model).items():  # what is trained and published
         assert torch.equal(dict(lm.named_parameters())[name], master)

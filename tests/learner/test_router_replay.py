@@ -11,7 +11,8 @@ from learner_helpers import make_job
 from rlcore.learner.build import reader_of
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import dummy, pack
-from rlcore.learner.policy import Policy, Replay
+from rlcore.learner.parts.replay import Replay
+from rlcore.learner.policy import Policy
 from rlcore.learner.sequences import TokenSequence
 from rlcore.models.routes import ROUTES
 from rlcore.testing.experts import tiny_mixture

@@ -19,8 +19,8 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import add_adapters
+from rlcore.learner.parts.sparse_copy import SparseCopy
 from rlcore.learner.policy import Policy, load_causal_lm
-from rlcore.learner.sparse_copy import SparseCopy
 from rlcore.learner.specs import DistillSpec, LoraSpec
 
 RULE = SparseSpec(block_size=2, blocks=2)

@@ -27,9 +27,9 @@ from rlcore.corrections.pipeline import build
 from rlcore.learner.batch import StepBatch, build_batch, recorded_scores
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import pack
+from rlcore.learner.parts.teacher import Teacher
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.probes import share_prefixes
-from rlcore.learner.teacher import Teacher
 from rlcore.learner.update import StepGradient, Update
 from rlcore.objectives.distillation import divergence
 from rlcore.objectives.specs import TeacherSpec
@@ -71,7 +71,8 @@ def _step(update: Update, batch: StepBatch) -> StepGradient:
     assert update.teacher is not None
     update.teacher.score(batch, LAY_OUT)
     update.prepare([batch], first=True)
-    return update.run(batch, 0, first=True)
+    step = update.run(batch, 0, first=True)
+    return replace(step, metrics=step.metrics | update.teacher.metrics(ONE_RANK))
 
 
 def _gradient(model: str, batch: StepBatch, spec: TeacherSpec, models: Any = None, **settings: Any):

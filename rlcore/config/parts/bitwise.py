@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore.config.parts.part import LearnerPart
+from rlcore.config.parts.part import PartFacts
 from rlcore.config.schema import RunConfig
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 
 
-class BitwisePart(LearnerPart):
+class BitwisePart(PartFacts):
     """`bitwise`: every setting under which the same weights would give other bits is refused."""
 
     name, without = "bitwise", "bitwise=false"

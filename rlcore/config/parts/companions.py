@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlcore.config.parts.part import LearnerPart
+from rlcore.config.parts.part import PartFacts
 from rlcore.config.schema import RunConfig
 from rlcore.spec import Spec, refuse
 
@@ -31,7 +31,7 @@ def _unplanned(setting: str) -> str:
     )
 
 
-class SparseTrainingPart(LearnerPart):
+class SparseTrainingPart(PartFacts):
     """`learner.train_sparse`: the policy attends by the actors' rule."""
 
     name, without = "sparse training", "train_sparse=false"
@@ -48,7 +48,7 @@ class SparseTrainingPart(LearnerPart):
         return c.model_copy(update={"learner": learner})
 
 
-class SparseCopyPart(LearnerPart):
+class SparseCopyPart(PartFacts):
     """`learner.distill`: adapters that make sparse actors follow the dense policy."""
 
     name, without = "sparse copy", "learner.distill=null"
@@ -78,7 +78,7 @@ class SparseCopyPart(LearnerPart):
         return c.model_copy(update={"learner": c.learner.model_copy(update={"distill": None})})
 
 
-class DraftPart(LearnerPart):
+class DraftPart(PartFacts):
     """`learner.draft`: a second learner, of the draft that every actor samples with."""
 
     name, without = "trained draft", "learner.draft=null"

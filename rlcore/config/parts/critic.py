@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlcore.config.kinds import shown
-from rlcore.config.parts.part import NO_WORK, Adapted, LearnerPart, Work
+from rlcore.config.parts.part import NO_WORK, Adapted, PartFacts, Work
 from rlcore.config.schema import RunConfig
 from rlcore.engine_facts import RankLoad
 from rlcore.learner.specs import CriticSpec
@@ -14,7 +14,7 @@ from rlcore.objectives.specs import advantage_class
 from rlcore.spec import Spec, refuse
 
 
-class CriticPart(LearnerPart):
+class CriticPart(PartFacts):
     """`critic`."""
 
     name, without = "critic", "critic=none"

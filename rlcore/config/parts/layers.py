@@ -3,12 +3,12 @@ products of FP8 numbers."""
 
 from __future__ import annotations
 
-from rlcore.config.parts.part import LearnerPart
+from rlcore.config.parts.part import PartFacts
 from rlcore.config.schema import RunConfig
 from rlcore.spec import refuse
 
 
-class RoundingPart(LearnerPart):
+class RoundingPart(PartFacts):
     """`learner.round_as`: exactly as the actor that it names."""
 
     name, without = "rounding learner", "round_as=null"
@@ -52,7 +52,7 @@ class RoundingPart(LearnerPart):
         return c.model_copy(update={"learner": learner})
 
 
-class LigerPart(LearnerPart):
+class LigerPart(PartFacts):
     """`learner.layers=liger`."""
 
     name, without = "Liger's layers", "layers=torch"
@@ -69,7 +69,7 @@ class LigerPart(LearnerPart):
         )
 
 
-class CompiledPart(LearnerPart):
+class CompiledPart(PartFacts):
     """`learner.layers=compiled`."""
 
     name, without = "compiled layers", "layers=torch"
@@ -79,7 +79,7 @@ class CompiledPart(LearnerPart):
         return "learner.layers=compiled" if c.learner.layers == "compiled" else ""
 
 
-class Fp8Part(LearnerPart):
+class Fp8Part(PartFacts):
     """`learner.fp8`: products of FP8 numbers need a dtype that has them."""
 
     name, without = "FP8 products", "fp8=none"

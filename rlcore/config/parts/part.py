@@ -40,7 +40,7 @@ class HeldEngine(NamedTuple):
     folder: str | None  # None: the policy's
 
 
-class LearnerPart:
+class PartFacts:
     """A part as a run without it has it: the base of the classes in this folder.
 
     Each reader is a loop over `PARTS`: the rules (`config/checks.py`), the pairs of

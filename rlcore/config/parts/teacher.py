@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlcore.config.parts.part import NO_WORK, Adapted, HeldEngine, LearnerPart, Work
+from rlcore.config.parts.part import NO_WORK, Adapted, HeldEngine, PartFacts, Work
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.dvp import DvpSpec
@@ -13,7 +13,7 @@ from rlcore.objectives.specs import TeacherSpec
 from rlcore.spec import Spec, refuse
 
 
-class TeacherPart(LearnerPart):
+class TeacherPart(PartFacts):
     """`teacher`."""
 
     name, without = "teacher", "teacher=none"

@@ -16,10 +16,10 @@ differentiated pass instead, and the distance is over the whole vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch, TeacherScores
 from rlcore.learner.lm_head import HeadSpec, TeacherTarget, TopkTarget
 from rlcore.learner.packing import EpisodeTokens, MicroBatch
+from rlcore.learner.parts.part import LearnerPart
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.sequences import TokenSequence
@@ -38,13 +39,15 @@ from rlcore.learner.state_files import Schedule
 from rlcore.objectives.distillation import rest_mass, sampled_rest
 from rlcore.objectives.protocols import LossTensors
 
+if TYPE_CHECKING:
+    from rlcore.learner.parts.part import LayOut
+
 FILE = "teacher.safetensors"  # of a saved state: weights of kind=previous
 _TURN = "turn"  # in that file, beside the weights: how often it has been refreshed
 QUARTERS = 4
-LayOut = Callable[[Sequence[EpisodeTokens]], list[MicroBatch]]
 
 
-class Teacher:
+class Teacher(LearnerPart):
     """Scores batches, and gives the loss each token's distance."""
 
     def __init__(
@@ -70,6 +73,11 @@ class Teacher:
         self._seconds = 0.0
         self._engine_seconds = 0.0
         self._sums: Tensor | None = None
+
+    def begin(self, phase: Sequence[StepBatch], lay_out: LayOut) -> None:
+        self.follow()
+        for batch in phase:
+            self.score(batch, lay_out)
 
     # ----- its weights -----
 

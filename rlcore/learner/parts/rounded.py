@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.attention.bitwise import linear
 from rlcore.errors import UserError
+from rlcore.interfaces import Reduce
+from rlcore.learner.parts.part import LearnerPart
 from rlcore.weights.experts import single_shapes
 from rlcore.weights.rounding import round_together, rounded_names, sharing
 from rlcore.weights.specs import RoundingSpec
@@ -27,7 +29,7 @@ from rlcore.weights.specs import RoundingSpec
 KEY = "learner.round_as"
 
 
-class RoundedLayers:
+class RoundedLayers(LearnerPart):
     """The linear layers of a model that compute with rounded weights from now on."""
 
     def __init__(self, lm: nn.Module, spec: RoundingSpec, *, model_path: str) -> None:
@@ -67,9 +69,10 @@ class RoundedLayers:
         bias = group[own].bias
         return y if bias is None else y + bias
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
         """How far rounding moved the weights in the first pass since the last call, the same on
         every rank. Not collective."""
+        del reduce
         share = (self._moved / self._size) ** 0.5 if self._size else 0.0
         self._unmeasured = {layer for group in self._groups for layer in group}
         self._moved = self._size = 0.0

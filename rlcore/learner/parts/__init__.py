@@ -1,0 +1,1 @@
+"""Parts that a rank of the learner may have besides its engine and its update (`part.py`)."""
