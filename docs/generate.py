@@ -209,15 +209,20 @@ def correction_keys(name: str) -> str:
 
 
 def regime_table() -> str:
-    """The decision table of docs/corrections/index.md."""
-    lines = ["| topic | measured | correction | because | shown by |", f"|{' --- |' * 5}"]
+    """The rows of docs/evidence.md."""
+    lines = ["| regime and figures | remedy | effect, and where it was measured | status |"]
+    lines.append(f"|{' --- |' * 4}")
     for entry in regimes():
         bounds = "; ".join(_bounds(name, *ends) for name, ends in entry.when.items())
-        use = " with ".join(f"[{name}]({name}.md)" for name in entry.use) or "none"
-        page = f"[{entry.source}](../{STUDIES}/{entry.source}.md)"
-        measured = f"{entry.regime}: {bounds}" if bounds else f"{entry.regime}: anything else"
-        lines.append(f"| {entry.topic} | {measured} | {use} | {entry.because} | {page} |")
-    return "\n".join(lines).replace("T*m", "T\\*m").replace("N*", "N\\*") + "\n"
+        page = f"[{entry.measured}]({STUDIES}/{entry.source}.md)"
+        figures = f"{entry.regime}: {bounds}" if bounds else f"{entry.regime}: anything else"
+        remedy = re.sub(
+            r"[\w.]+=(?:\{[^}]*\}|\[[^]]*\]|\w+)|\blearner\.\w+", r"`\g<0>`", entry.remedy
+        )
+        lines.append(f"| {figures} | {remedy} | {entry.effect} ({page}) | {entry.status} |")
+    return (
+        "\n".join(lines).replace("T*m", "T\\*m").replace("N*", "[N\\*](glossary.md#n-star)") + "\n"
+    )
 
 
 def combined() -> str:
@@ -351,8 +356,8 @@ def pages() -> dict[Path, Callable[[], str]]:
     found[listed] = lambda: between(
         between(listed.read_text(), "experiments", experiments()), "curves", curves_of_all()
     )
-    index = DOCS / "corrections" / "index.md"
-    found[index] = marked(index, "regimes", regime_table)
+    evidence = DOCS / "evidence.md"
+    found[evidence] = marked(evidence, "regimes", regime_table)
     found[DOCS / "scaling.md"] = marked(DOCS / "scaling.md", "fleets", fleet_table)
     foreign = DOCS / "coming-from.md"
     found[foreign] = marked(foreign, "keys of all", foreign_keys)

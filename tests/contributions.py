@@ -350,7 +350,7 @@ def contributions() -> dict[str, list[Piece]]:
                 KINDS,
                 "mine",
             ),
-            _kind_option(),
+            _option("actor", "mine:\n  kind: mine"),
         ],
         "transport": stub(
             "WeightTransport",
@@ -398,11 +398,6 @@ def contributions() -> dict[str, list[Piece]]:
 def _option(group: str, text: str) -> Piece:
     file = f"configs/{group}/mine.yaml"
     return Piece("its option", file, end(f"{text}\n"), OPTIONS, r"mine\.yaml is missing")
-
-
-def _kind_option() -> Piece:
-    file, text = "configs/actor/mine.yaml", "mine:\n  kind: mine\n"
-    return Piece("its option", file, end(text), KINDS, "mine")
 
 
 def _listed(old: str) -> str:

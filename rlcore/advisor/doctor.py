@@ -38,12 +38,13 @@ from rlcore.commands.warm_up import fresh_model
 from rlcore.commands.watch import course_of
 from rlcore.config.compose import load
 from rlcore.config.schema import CorrectionList, RunConfig
-from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
+from rlcore.corrections.decisions import regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
 from rlcore.metrics.limit import limit_share, sentence
 from rlcore.metrics.rows import Row, run_rows
 from rlcore.metrics.run_folder import records
+from rlcore.rollout.specs import ActorSpec
 
 DIFFERENT = 0.8  # mean acceptance above which rejecting tokens changes little
 
@@ -58,22 +59,20 @@ class Advice:
     settings: tuple[str, ...] = ()  # that the advice needs, as the command line takes them
 
 
-def advise(row: Row, *, stale: int, answers: int, sparse: Sequence[str] = ()) -> Advice:
+def advise(
+    row: Row, *, stale: int, answers: int, sparse: Sequence[str] = (), rounded: int = 0
+) -> Advice:
     """Return the advice of the decision table (`corrections/decisions.yaml`) for a row.
 
     `stale`: the age in steps that the run's schedule allows its samples, which adds to the measured
-    mismatch. `answers`: of a step of the run. `sparse`: labels of sparse actors that nothing keeps
-    near the policy."""
-    figures = figures_of(row, answers) | {"stale": float(stale)}
+    mismatch; `answers`: of a step of the run; `sparse`: labels of sparse actors that nothing keeps
+    near the policy; `rounded`: kinds of actors whose rounding the learner does not share."""
+    figures = figures_of(row, answers) | {"stale": float(stale), "rounded": float(rounded)}
     if (worst := _worst_agreement(row, sparse)) is not None:
         figures["sparse_agreement_p5"] = worst
     holding = regimes_of(figures)
     use = tuple(dict.fromkeys(name for regime in holding for name in regime.use))
-    because = tuple(
-        f"{regime.regime}{_measured(regime, figures)}: {regime.because} "
-        f"(docs/evidence.md: {regime.source})."
-        for regime in holding
-    )
+    because = tuple(regime.said(figures) for regime in holding)
     idle = _unnecessary(figures)
     without = {k: why for k, why in idle.items() if k not in use}
     return Advice(use, because, without, tuple(_settings(use, figures)))
@@ -115,10 +114,8 @@ def uncontrolled(config: RunConfig) -> tuple[str, ...]:
     return tuple(label for label, a in config.actor.items() if a.sparse and label not in moved)
 
 
-def _measured(regime: Regime, figures: Mapping[str, float]) -> str:
-    """Example: " (acceptance 0.74)"."""
-    said = ", ".join(f"{name} {number(figures[name])}" for name in regime.when)
-    return f" ({said})" if said else ""
+def _rounds(actor: ActorSpec) -> bool:
+    return actor.rounding != "none" or actor.quantised_by_engine
 
 
 def _unnecessary(figures: Mapping[str, float]) -> dict[str, str]:
@@ -316,7 +313,13 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
     if not found.row:
         return shown
     answers = config.schedule.groups_per_step * config.rollout.samples_per_prompt
-    advice = advise(found.row, stale=stale, answers=answers, sparse=uncontrolled(config))
+    advice = advise(
+        found.row,
+        stale=stale,
+        answers=answers,
+        sparse=uncontrolled(config),
+        rounded=0 if config.learner.round_as else sum(map(_rounds, config.actor.values())),
+    )
     figures = figures_of(found.row, answers)
     rates = kind_rates([found.row], config.actor)
     return shown | {

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -18,13 +18,23 @@ Bounds = tuple[float | None, float | None]
 
 class Regime(Spec):
     """One entry. Example: Regime(topic="floor", regime="a floor of probabilities", when=
-    {"floor_tokens": (2.0, None)}, use=("dvp", "tis"), because="...", source="estimator-lab")"""
+    {"floor_tokens": (2.0, None)}, use=("dvp",), remedy="correction=[dvp]", effect="...",
+    measured="5 seeds", status="exact world", source="estimator-lab")"""
 
     topic: str  # one entry of a topic is given
     regime: str
     when: dict[str, Bounds]
     use: tuple[str, ...]  # corrections by name; empty: none is called for
-    because: str
+    remedy: str
+    effect: str
+    measured: str  # the setting and the seeds
+    status: Literal[
+        "shown after Holm",
+        "registered and supported",
+        "exact world",
+        "open after Holm",
+        "not finished",
+    ]
     source: str  # the page of benchmarks/results/evidence that shows it
 
     def holds(self, figures: Mapping[str, float]) -> bool:
@@ -32,6 +42,13 @@ class Regime(Spec):
             name in figures and _within(figures[name], *bounds)
             for name, bounds in self.when.items()
         )
+
+    def said(self, figures: Mapping[str, float]) -> str:
+        """The row as a sentence, with the figures that it holds for."""
+        found = ", ".join(f"{name} {figures[name]:.3g}" for name in self.when)
+        holds = f"{self.regime} ({found})" if found else self.regime
+        shown = f"{self.measured}; {self.status}; docs/evidence.md: {self.source}"
+        return f"{holds}: {self.remedy}. {self.effect[0].upper()}{self.effect[1:]} ({shown})."
 
 
 def _within(value: float, low: float | None, high: float | None) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
+from rlcore.corrections.decisions import regimes_of, typical_n_star
 from rlcore.corrections.step_bound import LONGEST
 from rlcore.dumps.diagnosis import HARMS, LOSES, Diagnosis, lines, page
 from rlcore.dumps.files import Read, read
@@ -39,7 +39,8 @@ def diagnose(sources: Any, answers: int = 0) -> Diagnosis:
     every = figures[ALL].figures
     for kind in figures.values():
         kind.figures |= _per_answer(kind)
-    holding = regimes_of(_read_by_table(every, answers or int(every["answers"])))
+    by_table = _read_by_table(every, answers or int(every["answers"]))
+    holding = regimes_of(by_table)
     use = tuple(dict.fromkeys(name for regime in holding for name in regime.use))
     told = counts.told()
     return Diagnosis(
@@ -47,7 +48,7 @@ def diagnose(sources: Any, answers: int = 0) -> Diagnosis:
         files=tuple(counts.files),
         layouts=tuple(counts.layouts),
         figures=figures,
-        advice=_advice(every, holding, use),
+        advice=_advice(every, [regime.said(by_table) for regime in holding], use),
         use=use,
         left_out=tuple(told),
         lacking={name: why for name, why in OPTIONAL.items() if name not in had} | UNREAD,
@@ -74,7 +75,7 @@ def _read_by_table(figures: Mapping[str, float], answers: int) -> dict[str, floa
 
 
 def _advice(
-    figures: Mapping[str, float], holding: Sequence[Regime], use: Sequence[str]
+    figures: Mapping[str, float], holding: Sequence[str], use: Sequence[str]
 ) -> tuple[str, ...]:
     first = f"use {' and '.join(use)}." if use else "no correction is called for."
     told = [f"Advice: {first}"]
@@ -86,8 +87,7 @@ def _advice(
             f"{LOSES if late >= LOSES else HARMS:g} on, and no weight saved them; shorter steps, "
             "fewer of them in flight, or learner.step_bound do (docs/step_bound.md)."
         )
-    told += [f"{r.regime}: {r.because} (docs/evidence.md: {r.source})." for r in holding]
-    return (*told, LIMITS)
+    return (*told, *holding, LIMITS)
 
 
 def run(files: Sequence[str], *, answers: int, as_json: bool, out: str | None) -> int:

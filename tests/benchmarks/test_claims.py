@@ -10,7 +10,7 @@ from evidence_tables import LEVEL, family, final, holm, interval, on_actors, pai
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
-    *("rlcore/corrections/decisions.yaml", "docs/corrections/index.md"),
+    "rlcore/corrections/decisions.yaml",
     *("docs/evidence.md", "docs/claims.md", "docs/mismatch.md", "docs/cheap-actors.md"),
 )
 LARGE, SMALL = "int3, 512", "int3, 128"
@@ -27,7 +27,6 @@ CLAIMS = [
     ("to {-mean} below float32 actors", "real_model", "ais", "matched", "int4"),
     ("decoupled PPO ends {mean} above tis", "staleness", "decoupled ppo", "tis", "64"),
     ("PPO ends {mean} above the same ratio", "large_phases", "ppo 0.4/0.7", "token IS", "1e-4"),
-    ("{mean} above no correction", "round_as", "round_as", UNCORRECTED, "int3"),
     ("TIS ends {mean} and AIS", "batch_and_noise", "tis C=5", UNCORRECTED, LARGE),
     ("and AIS {mean} above none", "batch_and_noise", "ais by size", UNCORRECTED, LARGE),
     ("AIS by N\\* {-mean} below TIS", "batch_and_noise", "ais by size", "tis C=5", SMALL),
@@ -37,10 +36,19 @@ CLAIMS = [
     ("and {mean} above TIS at 32", "set_point", "set-point", "tis", "32"),
     ("tis ends {-mean} below dense actors", "sparse_long", "training-free", "matched", "3"),
     ("ends {mean} above tis, and", "sparse_long", "set-point", "training-free", "3"),
+    ("Jackpot end {mean} above none", "draft", "tis", UNCORRECTED, "frozen"),
+    ("above none and {-mean} below", "draft", "tis", "matched", "frozen"),
+    (
+        "in INT3, {mean} above no correction [{low}, {high}]",
+        "round_as",
+        "round_as",
+        UNCORRECTED,
+        "int3",
+    ),
     ("distill) {mean}", "sparse_long", "distillsparse", "training-free", "3"),
     ("TIS and {-mean} below dense", "sparse_long", "distillsparse", "matched", "3"),
     ("TIS and {-mean} below dense", "sparse_long", "set-point", "matched", "3"),
-    ("and {mean} above TIS", "round_as", "round_as", "tis C=5", "int3"),
+    ("and {mean} above TIS [{low}, {high}]", "round_as", "round_as", "tis C=5", "int3"),
 ]
 SERVED = ("round_as",)  # studies whose figures are those of the policy on its actors
 
@@ -57,14 +65,16 @@ def test_a_figure_of_the_advice_is_that_of_its_study(said, study, arm, other, si
 
 # a row of docs/evidence.md, and the differences whose status it states
 STATUSES = [
-    ("a moderate fixed error", "batch_and_noise", "tis C=5", UNCORRECTED, LARGE),
-    ("a moderate fixed error", "batch_and_noise", "tis C=5", UNCORRECTED, SMALL),
-    ("samples four or more steps old", "staleness", "decoupled ppo", "tis", "64"),
-    ("`mismatch/ess` < 0.5", "real_model", "jackpot averaged", "matched", "int4"),
-    ("on sparse actors", "sparse_long", "set-point", "training-free", "3"),
-    ("on sparse actors", "sparse_long", "distillsparse", "training-free", "3"),
-    ("you will serve quantised weights", "round_as", "round_as", UNCORRECTED, "int3"),
-    ("you will serve quantised weights", "round_as", "round_as", "tis C=5", "int3"),
+    ("another policy", "draft", "tis", UNCORRECTED, "frozen"),
+    ("another policy", "draft", "jackpot", UNCORRECTED, "frozen"),
+    ("a moderate error", "batch_and_noise", "tis C=5", UNCORRECTED, LARGE),
+    ("a moderate error", "batch_and_noise", "tis C=5", UNCORRECTED, SMALL),
+    ("samples four steps old and more", "staleness", "decoupled ppo", "tis", "64"),
+    ("few effective samples", "real_model", "jackpot averaged", "matched", "int4"),
+    ("sparse actors far from the policy", "sparse_long", "set-point", "training-free", "3"),
+    ("sparse actors far from the policy", "sparse_long", "distillsparse", "training-free", "3"),
+    ("weights that will be served rounded", "round_as", "round_as", UNCORRECTED, "int3"),
+    ("weights that will be served rounded", "round_as", "round_as", "tis C=5", "int3"),
 ]
 
 
