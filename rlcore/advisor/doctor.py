@@ -65,8 +65,8 @@ def advise(
     """Return the advice of the decision table (`corrections/decisions.yaml`) for a row.
 
     `stale`: the age in steps that the run's schedule allows its samples, which adds to the measured
-    mismatch; `answers`: of a step of the run; `sparse`: labels of sparse actors that nothing keeps
-    near the policy; `rounded`: kinds of actors whose rounding the learner does not share."""
+    mismatch. `answers`: of a step of the run. `sparse`: labels of sparse actors that nothing keeps
+    near the policy. `rounded`: kinds of actors whose rounding the learner does not share."""
     figures = figures_of(row, answers) | {"stale": float(stale), "rounded": float(rounded)}
     if (worst := _worst_agreement(row, sparse)) is not None:
         figures["sparse_agreement_p5"] = worst

@@ -1,8 +1,8 @@
 """Router replay: a mixture's layers compute the experts that the actor's engine chose, weighed by
 the learner's own scores.
 
-Of a token x in one layer, with the router's logits z = W x over E experts and the k experts I
-that the engine chose, the layer computes
+A layer has the router's logits z = W x of a token x over E experts, and the k experts I that the
+engine chose for it. It computes
 
     sum over i in I of g_i expert_i(x),   g_i = softmax(z)_i [ / sum over j in I of softmax(z)_j ]
 
