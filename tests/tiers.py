@@ -29,8 +29,7 @@ from pathlib import Path
 import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-# two tests of each with --turn
-ROTATING = ("tests/commands/test_fault_rows.py", "tests/launch/test_slurm.py")
+ROTATING = ("tests/commands/test_fault_rows.py",)  # two of its tests with --turn
 SHARDS = 6  # of the slow tier; .ci/run takes the next with every commit
 
 

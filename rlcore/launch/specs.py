@@ -257,10 +257,12 @@ class LaunchSpec(Spec):
         for name in [name for name in OWN_OPTIONS if name in self.sbatch]:
             remedy = f"set {key}.{OWN_OPTIONS[name]}" if OWN_OPTIONS[name] else "leave it out"
             refuse(True, f"{key}.sbatch.{name} is what rlcore gives to sbatch itself: {remedy}.")
-        for name, value in (self.sbatch | self.learner_sbatch).items():
+        for own, options in (("sbatch", self.sbatch), ("learner_sbatch", self.learner_sbatch)):
+            wrong = [i for i in options.items() if not OPTION.fullmatch(i[0] * i[1].isprintable())]
+            name, value = next(iter(wrong), ("", ""))
             refuse(
-                not OPTION.fullmatch(name) or not value.isprintable(),
-                f"{key}.sbatch.{name!r}={value!r} cannot be written to the script: write the "
+                bool(wrong),
+                f"{key}.{own}.{name!r}={value!r} cannot be written to the script: write the "
                 "long name of an option without its hyphens, and a value of one line.",
             )
 

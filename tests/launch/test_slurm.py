@@ -1,6 +1,7 @@
-"""What a real Slurm does to a job, and what the run makes of it: a whole run each.
+"""What a real Slurm does to a job, and what the run makes of it.
 
-One always runs, all of them every night; `--turn N` selects two that rotate with N."""
+All of it runs every night. `--turn N` takes the mark nightly from two stops of a small job, which
+rotate with N."""
 
 import re
 
@@ -40,6 +41,7 @@ def in_checkpoint(job):
     wait_until(lambda: list(job.run_dir.glob("checkpoints/.step_*.partial")), 240, "one", 0.02)
 
 
+OVER = ("CANCELLED", "FAILED", "COMPLETED")
 MOMENTS = {"start": at_start, "training": Job.wait_rows, "checkpoint": in_checkpoint}
 OFTEN = "checkpoint.every=5"
 
@@ -56,42 +58,60 @@ def cancel(slurm):
         assert left_on(slurm, job, "n1", "n2") == []
 
 
-def cancel_at_the_start(slurm):
-    job = slurm.launch("early", *TWO)
-    wait_until(lambda: list(job.run_dir.glob("launch/*-n1.log")), 120, "Ray's start", 0.5)
+# How a job is stopped, by words on the login node, and whether Slurm then requeues it.
+LARGE = ("--nodelist=n3", "--cpus-per-task=4", "--mem=6G", "--output=/dev/null")
+STOPS = {
+    "scancel": (("scancel", "{id}"), False),
+    "rlcore cancel": ((*RLCORE, "cancel", "run_dir={run_dir}"), False),
+    "scontrol requeue": (("scontrol", "requeue", "{id}"), True),
+    # as Slurm does within a minute of its time, too coarse for these moments
+    "time limit": (("scancel", "--batch", "--signal=USR1", "{id}"), True),
+    "preemption": (("sbatch", "--partition=high", *LARGE, "--wrap=sleep 5"), True),
+}
+
+
+def stop(slurm, job, how):
+    words, _ = STOPS[how]
+    slurm.on("login", *(w.format(id=job.id, run_dir=job.run_dir) for w in words))
+
+
+def stopped(slurm, how, moment):
+    """A job of one node, until Slurm has it no more."""
+    where = "+cluster.launch.sbatch={partition: low, nodelist: n3}"
+    job = slurm.launch("stopped", *SINGLE, OFTEN, where)
+    MOMENTS[moment](job)
+    if how == "rlcore cancel":
+        shown = slurm.on("login", *RLCORE, "jobs", f"run_dir={job.run_dir}").stdout
+        assert re.search(rf"^ *{job.id} +RUNNING .* {job.run_dir}$", shown, re.MULTILINE)
+    stop(slurm, job, how)
+    requeued = STOPS[how][1]
+    job.wait("JobState", *(("PENDING",) if requeued else OVER), seconds=240)
+    assert job.newest == job.rows and (job.newest > 0) == (moment != "start")
+    assert job.shown("Restarts") == str(int(requeued))
+    assert requeued or left_on(slurm, job, "n3") == []
+    if moment != "start":
+        assert "finishing the current step" in job.text
     job.end()
-    assert job.shown("JobState") == "CANCELLED" and job.shown("Restarts") == "0"
-    assert job.rows == 0 and left_on(slurm, job, "n1", "n2") == []
 
 
-def cancel_by_rlcore(slurm):
-    job = slurm.launch("ended", *SINGLE)
-    job.wait_rows()
-    again = slurm.on("login", *RLCORE, "jobs", f"run_dir={job.run_dir}")
-    assert re.search(rf"^ *{job.id} +RUNNING .* {job.run_dir}$", again.stdout, re.MULTILINE)
-    slurm.on("login", *RLCORE, "cancel", f"run_dir={job.run_dir}")
-    job.wait("JobState", "FAILED", "COMPLETED", "CANCELLED")
-    assert job.newest == job.rows > 0 and job.shown("Restarts") == "0"
-
-
-def comes_back(job, moment, stop, restarts):
+def comes_back(job, moment, stops, restarts):
     """The job is stopped at a moment, loses no step, and goes on."""
     MOMENTS[moment](job)
-    stop()
+    stops()
     job.wait("JobState", "PENDING", seconds=240)
-    stopped = job.newest
-    assert stopped == job.rows and (stopped > 0) == (moment != "start"), moment
+    step = job.newest
+    assert step == job.rows and (step > 0) == (moment != "start"), moment
     job.wait("JobState", "RUNNING", seconds=300)
-    if stopped:
+    if step:
         job.wait_rows()
-        assert f"continuing from step_{stopped:06d}" in job.text
+        assert f"continuing from step_{step:06d}" in job.text
     assert job.shown("Restarts") == str(restarts)
 
 
 def requeue(slurm):
     job = slurm.launch("requeue", *TWO, OFTEN)
     for i, moment in enumerate(MOMENTS, 1):
-        comes_back(job, moment, lambda: slurm.on("login", "scontrol", "requeue", job.id), i)
+        comes_back(job, moment, lambda: stop(slurm, job, "scontrol requeue"), i)
     job.end()
     assert job.newest == job.rows
 
@@ -103,8 +123,8 @@ def time_limit(slurm):
         minutes = int(job.shown("RunTime").split(":")[1]) + 2
         slurm.on("login", "scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
 
-    def signal():  # which Slurm sends within a minute of its time, too coarse for these moments
-        slurm.on("login", "scancel", "--batch", "--signal=USR1", job.id)
+    def signal():
+        stop(slurm, job, "time limit")
 
     comes_back(job, "start", signal, 1)
     comes_back(job, "training", shorten, 2)
@@ -117,24 +137,23 @@ def time_limit(slurm):
 def preempt(slurm):
     words = ("+cluster.launch.sbatch={partition: low, nodelist: n3}", OFTEN)
     job = slurm.launch("preempt", *SINGLE, *words)
-    other = ("--cpus-per-task=4", "--mem=6G", "--output=/dev/null", "--wrap=sleep 5")
-
-    def stop():
-        slurm.on("login", "sbatch", "--partition=high", "--nodelist=n3", *other)
-
     for i, moment in enumerate(MOMENTS, 1):
-        comes_back(job, moment, stop, i)
+        comes_back(job, moment, lambda: stop(slurm, job, "preemption"), i)
     job.end()
     assert job.newest == job.rows
 
 
-def node_lost(slurm):
+def node_lost_in_training(slurm):
+    node_lost(slurm, Job.wait_rows)
+
+
+def node_lost(slurm, moment=in_checkpoint):
     job = slurm.launch("lost", *THREE, OFTEN)
     job.wait_rows()
     for role in ("BufferActor", "LearnerActor"):
         where = [n for n in ("n1", "n2", "n3") if runs(slurm, n, f"ray::{role}")]
         assert where == ["n1"], role  # beside the driver, as docs/scaling.md says
-    in_checkpoint(job)
+    moment(job)
     slurm.kill("n3")
     try:
         job.wait_rows(20)
@@ -185,20 +204,16 @@ def parts(slurm):
     assert len(shown.splitlines()) == 2  # one job, below the line of names
     again = slurm.on("login", *RLCORE, "launch", *slurm.words(), f"run_dir={job.run_dir}")
     assert f"has job {job.id} already (RUNNING)" in again.stderr
-
-    def signal():
-        slurm.on("login", "scancel", "--batch", "--signal=USR1", job.id)
-
-    comes_back(job, "training", signal, 1)
+    comes_back(job, "training", lambda: stop(slurm, job, "time limit"), 1)
     (actor,) = [n for n in ("n1", "n2") if runs(slurm, n, "ray::RolloutActor")]
     slurm.kill(actor)
     try:
         job.wait("JobState", "PENDING", seconds=240)
-        stopped = job.newest
-        assert stopped == job.rows > 0
+        step = job.newest
+        assert step == job.rows > 0
         job.wait("JobState", "RUNNING", seconds=300)
         job.wait_rows()
-        assert f"continuing from step_{stopped:06d}" in job.text
+        assert f"continuing from step_{step:06d}" in job.text
         slurm.on("login", *RLCORE, "cancel", f"run_dir={job.run_dir}")
         job.wait("JobState", "FAILED", "CANCELLED")
         assert job.newest == job.rows and left_on(slurm, job, "n1", "n2", "n3") == []
@@ -223,18 +238,20 @@ def bad_node(slurm):
 
 
 def two_users(slurm):
-    """On one node: both start at once, then one comes while the other writes a checkpoint."""
+    """On one node: both start at once, then one comes while the other writes a checkpoint or
+    trains."""
     where = ("+cluster.launch.sbatch={nodelist: n2}", OFTEN)
     first, second = (slurm.launch("run", *SINGLE, *where, user=user) for user in ("alice", "bob"))
     first.wait_rows()
     second.wait_rows()
     second.end()
-    in_checkpoint(first)
-    third = slurm.launch("again", *SINGLE, *where, user="bob")
-    third.wait_rows()
-    first.wait_rows()
-    for job in (first, third):
-        job.end()
+    for moment in (in_checkpoint, Job.wait_rows):
+        moment(first)
+        third = slurm.launch("again", *SINGLE, *where, user="bob")
+        third.wait_rows()
+        first.wait_rows()
+        third.end()
+    first.end()
     assert all(job.newest == job.rows > 0 for job in (first, second, third))
 
 
@@ -283,36 +300,52 @@ def in_salloc(slurm):
 CASES = {
     case.__name__: case
     for case in (
-        *(cancel, node_lost, requeue, cancel_at_the_start, preempt, node_away),
-        *(time_limit, two_users, bad_node, cancel_by_rlcore, finished, in_salloc, parts),
+        *(
+            cancel,
+            node_lost,
+            node_lost_in_training,
+            requeue,
+            preempt,
+            node_away,
+            time_limit,
+            two_users,
+            bad_node,
+        ),
+        *(two_users, bad_node, finished, in_salloc, parts),
     )
 }
-A_TURN = 2
-ALWAYS = "cancel_at_the_start"  # 17 s, wherever there is a Slurm
+AT_START = [(how, "start") for how in STOPS if how != "rlcore cancel"]
+LATER = [(how, moment) for moment in ("training", "checkpoint") for how in STOPS]
 
 
 def of_turn(turn):
-    """The cases of a turn; six turns in a row have all of them."""
-    names = [name for name in CASES if name != ALWAYS]
-    return {names[(A_TURN * turn + i) % len(names)] for i in range(A_TURN)}
+    """The stops of a turn: one at the start, which takes seconds, and a later one."""
+    return {AT_START[turn % len(AT_START)], LATER[turn % len(LATER)]}
 
 
 def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
+    if "moment" in metafunc.fixturenames:
         turn = metafunc.config.getoption("--turn")
         now = set() if turn is None else of_turn(turn)
-        marks = {name: [pytest.mark.slow] for name in CASES}
-        marks[ALWAYS] = []
-        for name in CASES.keys() - now - {ALWAYS}:
-            marks[name].append(pytest.mark.nightly)
-        metafunc.parametrize("case", [pytest.param(n, marks=m) for n, m in marks.items()])
+        marks = {cell: [] if cell in now else pytest.mark.nightly for cell in AT_START + LATER}
+        cells = [pytest.param(*cell, marks=m, id="-".join(cell)) for cell, m in marks.items()]
+        metafunc.parametrize(("how", "moment"), cells)
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_job_that_is_stopped_loses_no_step(how, moment, slurm):
+    stopped(slurm, how, moment)
+
+
+@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES)
 def test_a_job_meets(case, slurm):
     CASES[case](slurm)
 
 
-def test_turns_have_all_cases():
-    assert set().union(*map(of_turn, range(3, 9))) == set(CASES) - {ALWAYS}
+def test_turns_have_all_stops():
+    turns = range(3, 3 + len(LATER))
+    assert set().union(*map(of_turn, turns)) == {*AT_START, *LATER}
