@@ -3,6 +3,7 @@ consumed by a step, evicted with a reason, or failed with an error."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -120,6 +121,7 @@ class Ledger:
         return ledger
 
 
+ROUNDING = 1e-12  # of the largest, as advantages are snapped
 FILTERED_EQUAL = "filtered_equal_rewards"
 TOO_FEW = "too_few_samples"
 LEAST_SAMPLES = 2  # with fewer usable samples, a group of two or more has nothing to compare
@@ -127,8 +129,8 @@ LEAST_SAMPLES = 2  # with fewer usable samples, a group of two or more has nothi
 
 def all_equal(rewards: Sequence[float]) -> bool:
     """Such a group has no advantage to learn from (dynamic sampling; DAPO, arXiv:2503.14476, eq.
-    11)."""
-    return all(r == rewards[0] for r in rewards)
+    11): rewards that differ by the rounding of a sum alone have none either."""
+    return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING)
 
 
 def highest(rewards: Sequence[float], count: int) -> list[int]:

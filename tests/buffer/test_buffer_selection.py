@@ -1,6 +1,7 @@
 """What happens to a group when its last sample has arrived."""
 
 import pytest
+import torch
 from buffer_helpers import deliver, fill, give_up, groups_of, ids_of, make_buffer, sample
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,9 @@ from rlcore.buffer.admission import Candidate, StalenessBound, WaitingGroups
 from rlcore.buffer.batches import Sampler
 from rlcore.buffer.ledger import highest
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.errors import UserError
+from rlcore.objectives.protocols import Rewards
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_score, make_trajectory
 
@@ -43,6 +46,15 @@ def test_the_highest_rewards_are_kept_and_ties_go_to_the_lower_index(rewards, co
 
 def test_all_samples_are_kept_in_order_by_default():
     assert kept(one([0.0, 0.0, 1.0])) == [0, 1, 2]
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal():
+    """Their advantages are 0, so that nothing could be learned from the group."""
+    sums = [0.1 + 0.2, 0.3, 0.3]
+    assert one(sums, dynamic_sampling=True).ledger.evicted == {"filtered_equal_rewards": 1}
+    values, ids = torch.tensor(sums, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    assert not Rewards(values, ids, ONE_RANK).group_centred.any()
+    assert kept(one([0.3, 0.3 + 1e-9], dynamic_sampling=True)) == [0, 1]
 
 
 def test_equal_rewards_are_filtered_only_if_asked():
