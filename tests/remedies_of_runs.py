@@ -565,6 +565,7 @@ def clipped(low: float) -> Part:
 TRL = "learning_rate: 1e-6\nnum_generations: 8\nbeta: 0.0\nmax_completion_length: 64\n"
 FILES: list[Case] = [
     ("one by one", rows(8, 9), rows(8)),
+    ("decompress it first", dumped("a.jsonl.gz"), dumped("a.jsonl")),
     (
         "or write JSONL",
         without("pyarrow.parquet", dumped("a.parquet")),

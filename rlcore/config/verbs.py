@@ -529,7 +529,7 @@ def _check_operands(verb: Verb, given: Sequence[str]) -> None:
         return
     least, most = declared.least, declared.most
     if len(given) < least or (most is not None and len(given) > most):
-        wanted = " ".join([declared.name] * least)
+        wanted = " ".join([declared.name] * least) or f"at most {most} {declared.name}"
         was = "1 was" if len(given) == 1 else f"{len(given)} were"
         raise UserError(f"rlcore {verb.name} takes {wanted}, and {was} given.")
     for word in given:

@@ -47,7 +47,7 @@ FORECASTS = [
         "kv_on_update=recompute",
         "actor.bf16.kv_on_update=recompute",
     ),
-    (GPU + "turns=2", "add environment=NAME", "environment=python"),
+    (GPU + "turns=2", "add environment=NAME", "environment=python_tool"),
     (GPU + "gpus=8 actors=1", "takes none of", "-actors="),
     (PLAN + "gpus=8", "needs gpu=NAME", "gpu=h100 shape=qwen3-1.7b"),
     (GPU + "gpus=1", "at least 2", "gpus=2"),
@@ -187,7 +187,7 @@ OTHERS = [
         "seed=0,1",
     ),
     ("try experiment=quickstart n=0", "1 to", "n=1"),
-    ("try experiment=quickstart say=x", "add environment=NAME", "environment=python"),
+    ("try experiment=quickstart say=x", "add environment=NAME", "environment=python_tool"),
     (
         "try experiment=tools_quickstart say=x url=http://127.0.0.1:1/v1",
         "give one of them",
