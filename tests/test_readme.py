@@ -1,5 +1,6 @@
 """Commands, options, make targets and files named in the documents are accepted or exist."""
 
+import json
 import re
 import shlex
 
@@ -161,6 +162,19 @@ def test_a_run_block_fails_with_its_first_failing_command_and_leaves_no_process(
 
 def test_the_readme_can_be_read_at_once():
     assert len(text("README.md").splitlines()) <= 110
+
+
+def test_the_picture_is_of_the_present_quickstart(monkeypatch):
+    """Else: `python docs/quickstart.py [RUN_DIR]`, with a new run where the experiment changed."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import quickstart
+
+    kept = json.loads(quickstart.DATA.read_text())
+    assert kept["experiment"] == quickstart.digest(quickstart.EXPERIMENT)
+    assert quickstart.digest(*quickstart.DRAWN) in quickstart.PICTURE.read_text()
+    ends = [f"{kept['rows'][at]['eval/digits/greedy']:.3g}" for at in (0, -1)]
+    line = next(line for line in text("README.md").split("\n") if "digits/greedy" in line)
+    assert [word.strip() for word in line.split("│")[1:]] == ends
 
 
 def test_agents_md_names_targets_and_folders_that_there_are():
