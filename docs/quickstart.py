@@ -20,7 +20,7 @@ from rlcore.report.curves import Asked, write_curves
 DOCS = Path(__file__).resolve().parent
 DATA, PICTURE = DOCS / "data" / "quickstart.json", DOCS / "quickstart.svg"
 EXPERIMENT = DOCS.parent / "configs" / "experiment" / "quickstart.yaml"
-DRAWN = (Path(__file__), DOCS.parent / "rlcore" / "report" / "curves.py", DATA)
+DRAWN = (Path(__file__), DATA)
 METRICS = {
     "reward/mean": "mean reward",
     "eval/digits/greedy": "held-out accuracy",
