@@ -78,7 +78,7 @@ def stop(slurm, job, how):
 def stopped(slurm, how, moment):
     """A job of one node, until Slurm has it no more."""
     where = "+cluster.launch.sbatch={partition: low, nodelist: n3}"
-    job = slurm.launch("stopped", *SINGLE, OFTEN, where)
+    job = slurm.launch(f"{how} {moment}", *SINGLE, OFTEN, where)
     MOMENTS[moment](job)
     if how == "rlcore cancel":
         shown = slurm.on("login", *RLCORE, "jobs", f"run_dir={job.run_dir}").stdout
