@@ -383,7 +383,7 @@ FRONT: list[Case] = [
     ("choose another folder", words(ROWS, run_dir="old"), words(ROWS)),
     ("give a path", words([]), words(ROWS)),
     ("a list of dictionaries", words(["q"]), words(ROWS)),
-    ("no JSON", words([{"a": object()}]), words(ROWS)),
+    ("holds a value that is", words([{"a": object()}]), words(ROWS)),
     ("defined with def", words(reward=lambda item, response: 1.0), words(reward=graded)),
     ("or FILE.py:FUNCTION", words(reward=print), words(reward="grade.py:grade")),
     ("give FILE.py:FUNCTION", words(reward=SPACE["f"]), words(reward="g.py:grade")),
@@ -394,7 +394,7 @@ FRONT: list[Case] = [
     ("failed with", judged(fails), judged(by_batch)),
     ("no finite scalar", judged(text), judged(by_batch)),
     ("override at least one of", named("Idle"), named("Works")),
-    ("it is no class", named("__doc__"), named("Works")),
+    ("is not accepted: it is no", named("__doc__"), named("Works")),
     ("lacks", named("Half", "Task"), named("Whole", "Task")),
 ]
 CASES = [*AGENTS, *FRONT]

@@ -3,6 +3,7 @@ cases of test_part_remedies.py."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import sys
@@ -390,7 +391,7 @@ NONE = {"RAY_TMPDIR": "/nowhere"}
 CLUSTERS: list[Case] = [
     ("set RAY_TMPDIR=/tmp", cluster(env=LONG), cluster(env={"RAY_TMPDIR": "/tmp"})),
     ("use at most 39 characters", cluster(env=LONG), cluster(env={"RAY_TMPDIR": "/var/tmp"})),
-    ("no folder that can be", cluster(env=NONE), cluster(env={"RAY_TMPDIR": "/tmp"})),
+    ("RAY_TMPDIR=/nowhere", cluster(env=NONE), cluster(env={"RAY_TMPDIR": "/tmp"})),
     (
         "use 240 or more",
         cluster(store=120 * MIB, object_store_mib=100),
@@ -417,22 +418,12 @@ CLUSTERS: list[Case] = [
 # -- records, packages, files ----------------------------------------------------------------------
 
 
-def rows(*sizes: int) -> Part:
-    def part(at: Path) -> object:
-        from rlcore.dumps.files import Read, read
-
-        row = '{"logp_inf": [-1.0], "logp_ref": [-1.1], "advantage": 1.0, "vocabulary": %d}\n'
-        (at / "v.jsonl").write_text("".join(row % size for size in sizes))
-        return list(read([at / "v.jsonl"], Read()))
-
-    return part
-
-
 def dumped(name: str) -> Part:
     def part(at: Path) -> object:
         from rlcore.dumps.files import Read, read
 
-        (at / name).write_text('{"logp_inf": [-1.0], "logp_ref": [-1.1], "advantage": 1.0}\n')
+        row = b'{"logp_inf": [-1.0], "logp_ref": [-1.1], "advantage": 1.0}\n'
+        (at / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
         return list(read([at / name], Read()))
 
     return part
@@ -564,7 +555,6 @@ def clipped(low: float) -> Part:
 
 TRL = "learning_rate: 1e-6\nnum_generations: 8\nbeta: 0.0\nmax_completion_length: 64\n"
 FILES: list[Case] = [
-    ("one by one", rows(8, 9), rows(8)),
     ("decompress it first", dumped("a.jsonl.gz"), dumped("a.jsonl")),
     (
         "or write JSONL",

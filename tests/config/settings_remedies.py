@@ -182,7 +182,7 @@ SETTINGS = [
     ("task=[]", "choose at least one", "task=[digits]"),
     (
         "task=[digits,digits]",
-        "give the second a label",
+        "+task.LABEL=",
         "task=[digits] +task.two={name:digits,args:{}}",
     ),
     # words and folders

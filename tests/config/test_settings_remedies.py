@@ -36,14 +36,14 @@ def said(words):
 )
 def test_a_remedy_of_a_rule_changes_the_next_sentence(words, told, change):
     sentence = refusal(words.split())
-    assert "\n" not in sentence and told in sentence, sentence
+    assert "\n" not in sentence and told.lower() in sentence.lower(), sentence
     assert refusal(changed(words.split(), change.split())) != sentence
 
 
 @pytest.mark.parametrize(("words", "told", "change"), WORDS)
 def test_a_remedy_of_the_command_line_changes_the_next_sentence(words, told, change):
     sentence = said(words.split())
-    assert "\n" not in sentence and told in sentence, sentence
+    assert "\n" not in sentence and told.lower() in sentence.lower(), sentence
     assert said(changed(words.split(), change.split())) != sentence
 
 

@@ -195,7 +195,7 @@ def test_tokens_and_rewards_of_tokens_pass(make):
     assert grade.token_rewards == (1.0, 0.0) and grade.parts == {"n": 2.0}
 
 
-def test_advice_names_what_may_execute_an_answer(tmp_path):
+def test_advice_names_what_may_execute_an_answer(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(textwrap.dedent(EVALS))
     (tmp_path / "safe.py").write_text("def grade(item, response):\n    return 1.0\n")
     names = [f"{tmp_path / 'own.py'}:grade", f"{tmp_path / 'safe.py'}:grade"]
@@ -208,17 +208,28 @@ def test_advice_names_what_may_execute_an_answer(tmp_path):
     )
     (line,) = advice(f"{task}:Task", {})
     assert line.startswith(f"{task}:Task names eval")
+    (tmp_path / "uses.py").write_text("from own import grade\n")
+    names = [f"{tmp_path / 'uses.py'}:grade"]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (line,) = advice("file", {"grader": names})
+    assert line.startswith(f"{names[0]} names eval")
     assert advice("json:loads", {}) == [] == advice("math:sqrt", {})
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("from sympy.parsing.sympy_parser import parse_expr", {"parse_expr"}),
+        ("from sympy.parsing.sympy_parser import parse_expr", {"parse_expr", "sympy"}),
         ("import ast\nast.literal_eval(x)", {"literal_eval"}),
         ("import pickle as p", {"pickle"}),
         ("import subprocess", {"subprocess"}),
-        ("sympy.sympify(x)", {"sympify"}),
+        ("sympy.sympify(x)", {"sympify", "sympy"}),
+        ("from sympy import S", {"sympy"}),
+        ("import builtins\nbuiltins.eval(x)", {"eval"}),
+        ("import pandas as pd\npd.eval(x)", {"eval"}),
+        ("import os\nos.system(x)", {"system"}),
+        ("import runpy", {"runpy"}),
+        ("import importlib\nimportlib.import_module(x)", {"import_module"}),
         ("model.eval(); cursor.exec(1)", set()),
         ("exec(x)", {"exec"}),
         ("not python", set()),

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ CHOICES = (False, True, "programs")
 TIMEOUT_S, MEMORY_MIB = 5.0, 1024
 TRIED = 2  # problems on which an isolated grader is tried
 DANGEROUS = frozenset(
-    {"eval", "exec", "parse_expr", "parse_latex", "sympify", "lambdify", "literal_eval", "pickle"}
-    | {"dill", "cloudpickle", "joblib", "marshal", "shelve", "unsafe_load", "subprocess", "popen"}
+    # sympy's functions evaluate a text that they are given
+    {"eval", "exec", "sympy", "parse_expr", "parse_latex", "sympify", "lambdify", "literal_eval"}
+    | {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "unsafe_load", "runpy"}
+    | {"subprocess", "popen", "system", "import_module", "__import__", "numexpr"}
 )
 
 
@@ -112,7 +114,7 @@ def advice(name: str, args: Mapping[str, Any]) -> list[str]:
     sources = [given] if isinstance(given, str) else list(given)
     lines = []
     for source in [*sources, *([name] if ":" in name else [])]:
-        found = sorted(named(_source(source)) & DANGEROUS)
+        found = sorted(set().union(*map(named, _sources(source))) & DANGEROUS)
         if found:
             lines.append(
                 f"{source} names {', '.join(found)}, which may execute what the model writes: "
@@ -121,9 +123,9 @@ def advice(name: str, args: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _source(grader: str) -> str:
-    """The source of the file that a grader "package.module:name" or "path/to/file.py:name" is
-    from; "" where there is none."""
+def _sources(grader: str) -> Iterator[str]:
+    """The sources of the file that a grader "package.module:name" or "path/to/file.py:name" is
+    from, and of the files of its folder that it imports."""
     code = getattr(inspect.unwrap(load_object(grader)), "__code__", None)
     module = grader.rpartition(":")[0]
     if code is not None:
@@ -132,23 +134,40 @@ def _source(grader: str) -> str:
         path = module
     else:
         path = getattr(sys.modules.get(module), "__file__", None)
-    found = Path(path).expanduser() if path else None
-    return found.read_text() if found and found.suffix == ".py" and found.is_file() else ""
+    left = [Path(path).expanduser().absolute()] if path else []
+    seen = set(left)
+    while left:
+        file = left.pop()
+        if file.suffix != ".py" or not file.is_file():
+            continue
+        source = file.read_text()
+        yield source
+        beside = {file.parent / f"{name}.py" for name in named(source)} - seen
+        seen |= beside
+        left += beside
 
 
 def named(source: str) -> set[str]:
-    """Names that a source reads or imports; attributes count but for `eval` and `exec`, which are
-    methods of models and databases, too."""
+    """Names that a source reads or imports; attributes count, `eval` and `exec` of modules alone,
+    since models and databases have such methods, too."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
         return set()
     found: set[str] = set()
+    modules = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute) and node.attr not in ("eval", "exec"):
-            found.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            of_module = isinstance(node.value, ast.Name) and node.value.id in modules
+            if of_module or node.attr not in ("eval", "exec"):
+                found.add(node.attr)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.update((getattr(node, "module", None) or "").split("."))
             found |= {part for alias in node.names for part in alias.name.split(".")}
