@@ -186,8 +186,22 @@ class Verdict:
         )
 
     @property
+    def empty(self) -> bool:
+        """True if the gradient is 0 in every batch."""
+        return self.scale == 0 and self.departure == 0
+
+    @property
     def _departure(self) -> str:
-        return f"departs by {self.departure:.3g}" if self.deterministic else "not deterministic"
+        return self.fault or f"departs by {self.departure:.3g}"
+
+    @property
+    def fault(self) -> str:
+        """The reason why a departure says nothing, or ""."""
+        if not self.deterministic:
+            return "not deterministic"
+        if self.empty:
+            return "no gradient"
+        return "wrong sign" if self.scale < 0 else ""
 
 
 def extent(verdicts: Sequence[Verdict]) -> str:
@@ -202,7 +216,7 @@ def judge(
 ) -> Iterator[Verdict]:
     """Verdicts on a loss function in every world, with every kind of weights and every aggregation
     that its form accepts. Raises UserError for a function of no known form, and where the loss is
-    not a finite scalar."""
+    not a finite scalar, or has no gradient in the first world."""
     form = form_of(loss)
     for world in worlds:
         table = _Table(world)
@@ -211,8 +225,14 @@ def judge(
             if world.actor == "matched" and kind != "none":
                 continue  # the weights are one
             for aggregation in form.aggregations:
-                adapted = form.adapted(aggregation)
-                yield table.verdict(adapted, kind, aggregation)
+                verdict = table.verdict(form.adapted(aggregation), kind, aggregation)
+                if verdict.empty and world == worlds[0]:
+                    raise UserError(
+                        "the loss function is not accepted: it has no gradient by the log-probs "
+                        f"of p_new ({world}): return a loss that is not detached from them, and "
+                        "leave the batch as it is."
+                    )
+                yield verdict
 
 
 def _kinds(world: World, form: LossForm) -> tuple[str, ...]:
@@ -571,10 +591,10 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _cell(verdict: Verdict) -> str:
-    if not verdict.deterministic:
-        return "not deterministic"
-    scale = f"({verdict.scale:.2f})"
-    return f"exact {scale}" if verdict.exact else f"{verdict.departure:.3f} {scale}"
+    if verdict.fault in ("not deterministic", "no gradient"):
+        return verdict.fault
+    found = "exact" if verdict.exact else verdict.fault or f"{verdict.departure:.3f}"
+    return f"{found} ({verdict.scale:.2f})"
 
 
 __all__ = ["WORLDS", "LossBatch", "TrlTrainer", "Verdict", "World", "judge", "referee"]

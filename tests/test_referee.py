@@ -120,6 +120,23 @@ def test_a_batch_that_is_answered_in_two_ways_is_not_deterministic():
 def test_a_wrong_sign_is_not_exact():
     (verdict,) = judge(lambda batch: -reinforce(batch), [World()])
     assert verdict.cosine == pytest.approx(-1.0) and not verdict.exact
+    assert "wrong sign (-0.50)" in lines([verdict])[-1] and "wrong sign" in str(verdict)
+
+
+def test_a_loss_without_a_gradient_has_no_departure_to_be_read():
+    def emptied(batch):
+        batch.mask.zero_()
+        return reinforce(batch)
+
+    for wrong in (emptied, lambda batch: batch.logp_new.detach().sum()):
+        with pytest.raises(UserError, match=r"no gradient by .* of p_new \(actor matched"):
+            list(judge(wrong, [World()]))
+
+    def unmatched(batch):
+        return reinforce(batch) * float(torch.equal(batch.logp_inf, batch.logp_ref))
+
+    *_, verdict = judge(unmatched, [World(), World("mismatch")], ["none"])
+    assert "no gradient |" in lines([verdict])[-1] and not verdict.exact
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce", "cispo"])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import rows, without_times
+from equal_bits import differ
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.ranks]
 # Batches two steps old, at a rate whose steps the bound shortens.
@@ -31,7 +32,11 @@ def test_a_killed_run_takes_the_same_steps_and_each_can_be_replayed(command, sma
     third = command("train", f"run_dir={killed}", "resume=auto")
     assert third.wait() == 0, third.text[-3000:]
     assert "continuing from step_" in third.text
-    assert [learned(r) for r in rows(killed)] == [learned(r) for r in rows(whole)]
+    # answers that were in flight are drawn again, in other batches of the engine: log-probs are as
+    # equal as this machine's products are in any company
+    near = 1e-3 if differ() else 0.0
+    for row, again in zip(rows(whole), rows(killed), strict=True):
+        assert learned(again) == pytest.approx(learned(row), rel=near, abs=near / 1e3, nan_ok=True)
     scales = [row["step_bound/scale"] for row in rows(killed)]
     assert len(scales) == 7 and min(scales[3:]) < 0.5 < sum(scales)
     step = min(range(4, 8), key=lambda n: scales[n - 1] or 1.0)  # the shortest that was taken
