@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import TYPE_CHECKING, Any
 
 from rlcore.corrections.numerics import log_difference, require, same_shape
@@ -121,7 +121,9 @@ class StepBound:
         """`bound`: D in nats an answer; None: D is measured, and no step is shortened. `kinds`:
         labels of `Drift`'s kinds; "" for actors that are not told apart. `first`: the largest rate
         of steps of whose like no batch can show anything yet, None: any; where `steps` may be in
-        flight, a rate over `steps + 1`."""
+        flight, a rate over `steps + 1`. Raises InvalidArgument."""
+        require(bound is None or 0 < bound < inf, f"bound={bound} is not above 0 and finite.")
+        require(first is None or 0 <= first < inf, f"first={first} is negative or not finite.")
         self.bound, self.kinds = bound, tuple(kinds)
         self._first = first
         self.kappa = 0.0  # nats per squared summed learning rate
@@ -135,8 +137,14 @@ class StepBound:
         group. 0: the step is not to be taken; 1.0 to the bit where no step was ever in flight.
 
         `rate`: that the step would have. `since`: the version that the drift is measured to, where
-        that is an earlier one, as in a later step of an update phase.
+        that is an earlier one, as in a later step of an update phase. Raises InvalidArgument for a
+        rate below 0 and for a drift of other kinds.
         """
+        require(0 <= rate < inf, f"rate={rate} is negative or not finite.")
+        require(
+            len(drift.tokens) == len(self.kinds),
+            f"drift has {len(drift.tokens)} kinds of actors, and the bound {len(self.kinds)}.",
+        )
         later = 0 if since is None else version - since
         metrics = self._measure(drift, self._way(version - later, rate, AGES))
         way = self._way(version, rate, AGES + later)[later:]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.corrections.numerics import InvalidArgument
 from rlcore.corrections.step_bound import AGES, Drift, StepBound, drift_accumulate, drift_values
 
 
@@ -111,6 +112,19 @@ def test_no_log_prob_of_an_actor_makes_the_factor_odd(odd):
     rule.took(0, 1e-3)
     found, row = rule.scale(1, 1e-3, drift)
     assert 0 <= found <= 1 and all(value == value for value in row.values())
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.5, float("nan"), float("inf")])
+def test_wrong_arguments_are_named(wrong):
+    with pytest.raises(InvalidArgument, match="bound="):
+        StepBound(wrong)
+    if wrong:  # a rate may be 0
+        with pytest.raises(InvalidArgument, match="first="):
+            StepBound(first=wrong)
+        with pytest.raises(InvalidArgument, match="rate="):
+            StepBound().scale(0, wrong, batch((0, 1, 10, 0.1)))
+    with pytest.raises(InvalidArgument, match="2 kinds of actors, and the bound 1"):
+        StepBound().scale(0, 1e-3, batch((0, 1, 10, 0.1), kinds=2))
 
 
 def test_answers_count_as_at_most_128_tokens():

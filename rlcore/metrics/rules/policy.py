@@ -116,8 +116,10 @@ class Fallen(Fast):
         was, variance, steps = best
         mean = statistics.fmean(now)
         error = math.sqrt(variance * (1 / steps + 1 / RECENT))
+        # a share of 0 or less says nothing: there the spread of a batch's rewards is the scale
+        size = was if was > 0 else max(-was, window.mean("reward/std") or 0.0)
         # three errors, since the best of many steps is above their mean by chance
-        if was - mean <= max((1 - spec.fallen) * abs(was), 3 * error):
+        if was - mean <= max((1 - spec.fallen) * size, 3 * error):
             return None
         return self.sentence(
             f"reward/mean has fallen to {number(mean)} from {number(was)}, the run's best "

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_rows import ILL, LATER, WELL, recorded, rows
+from run_rows import ILL, LATER, WELL, after, recorded, rows
 
 from rlcore.metrics.health import Health
 from rlcore.metrics.rules.base import Course, Past, held_out
@@ -136,6 +136,16 @@ def test_rewards_that_scatter_have_not_fallen():
 def test_negative_rewards_fall_too():
     found = rows(14, **{"reward/mean": lambda step: -0.2 if step < 12 else -0.9})
     assert alarms(found)["fallen"].step == 12
+
+
+def test_a_best_reward_of_0_has_its_spread_as_the_scale():
+    """Penalties alone: one answer in a hundred that gets -1 is no fall, half of them are."""
+    for share, fell in ((0.01, False), (0.5, True)):
+        spread = (share - share**2) ** 0.5
+        found = rows(
+            16, **{"reward/mean": after(11, 0.0, -share), "reward/std": after(11, 0.0, spread)}
+        )
+        assert ("fallen" in alarms(found)) is fell
 
 
 def test_a_held_out_result_counts_with_its_standard_error_and_pass_at_k_does_not():
