@@ -50,14 +50,15 @@ async def call(
     try:
         for part in range(1, parts + 1):
             done, _ = await asyncio.wait([asked], timeout=timeout_s / parts)
-            if note is not None and told and done:
-                note(f"{who} answers again")
             if done:
-                return asked.result()
+                found = asked.result()
+                if note is not None and told:
+                    note(f"{who} answers again")
+                return found
             silent_s = timeout_s * part / parts
             if note is not None and not told and SILENT_S <= silent_s < timeout_s:
-                limit = f"until {key}={timeout_s:g} s have passed"
-                note(f"{who} has not answered for {silent_s:.0f} s: the run waits for it {limit}")
+                limit = f"it counts as lost after {key}={timeout_s:g} s"
+                note(f"{who} has not answered for {silent_s:.0f} s: {limit}")
                 told = True
     finally:
         asked.cancel()

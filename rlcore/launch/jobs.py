@@ -83,8 +83,9 @@ def _read(line: str) -> SlurmJob | None:
     if log is None:
         return None
     names = ("JobState", "Reason", "NodeList", "Restarts")
+    state, reason, nodes, restarts = (value.get(name, "") for name in names)
     job = value.get("HetJobId") or value.get("JobId", "")
-    return SlurmJob(job, *(value.get(name, "") for name in names), run_dir=log[1])
+    return SlurmJob(job, state, reason, nodes, restarts, log[1])
 
 
 def refuse_another(run_dir: str) -> None:

@@ -76,9 +76,7 @@ def check_recurrent(
     )
 
 
-def check_width(
-    config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
-) -> None:
+def check_width(config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path) -> None:
     """Raise UserError for a model whose heads have a width that the engine's attention lacks on a
     CPU. Latent attention (MLA) has kernels of another width."""
     widths = actor.facts(key).cpu_heads if actor.on_cpu else ()

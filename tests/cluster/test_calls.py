@@ -18,6 +18,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from rlcore.cluster import calls
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.calls import call, kill
 from rlcore.cluster.clients.buffer import RayBuffer
@@ -102,9 +103,22 @@ def test_a_silent_process_is_named_before_a_minute_has_passed(limit_s, monkeypat
     ((at, sentence),) = said
     assert 40 <= at < 60
     assert sentence == (
-        f"rank 0 has not answered for {at:.0f} s: the run waits for it until "
-        f"cluster.hang_timeout_s={limit_s:g} s have passed"
+        f"rank 0 has not answered for {at:.0f} s: it counts as lost after "
+        f"cluster.hang_timeout_s={limit_s:g} s"
     )
+
+
+def test_a_silent_process_that_died_does_not_answer_again(monkeypatch):
+    monkeypatch.setattr(calls, "SILENT_S", 0.01)
+    said = []
+
+    async def dies():
+        await asyncio.sleep(0.2)
+        raise ActorDiedError
+
+    with pytest.raises(RoleLost):
+        asyncio.run(call(dies(), timeout_s=0.8, what="it", key="k", note=said.append))
+    assert len(said) == 1 and "has not answered" in said[0]
 
 
 def test_a_short_deadline_is_its_own_sentence():
