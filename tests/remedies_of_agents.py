@@ -349,6 +349,10 @@ def fails(batch: Any) -> Any:
     return batch.nothing
 
 
+def detached(batch: Any) -> Any:
+    return by_batch(batch).detach()
+
+
 def text(batch: Any) -> Any:
     return "0.5"
 
@@ -392,7 +396,8 @@ FRONT: list[Case] = [
     ("its arguments are", task("file", {}), task("file", FILE)),
     ("known forms are", judged(by_others), judged(by_batch)),
     ("failed with", judged(fails), judged(by_batch)),
-    ("no finite scalar", judged(text), judged(by_batch)),
+    ("has no gradient", judged(detached), judged(by_batch)),
+    ("finite scalar", judged(text), judged(by_batch)),
     ("override at least one of", named("Idle"), named("Works")),
     ("is not accepted: it is no", named("__doc__"), named("Works")),
     ("lacks", named("Half", "Task"), named("Whole", "Task")),
