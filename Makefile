@@ -6,7 +6,7 @@ RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 # where model=smollm2 expects it
 DEMO_MODEL := cache/models/smollm2-135m
 
-.PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak mutants lint \
+.PHONY: help venv quickstart demo screenshots test test-fast test-changed test-slow test-rest nightly soak mutants lint \
   rules wheel release-notes docs docs-commands faults models clean
 
 help:  ## list the targets
@@ -78,6 +78,9 @@ release-notes:  ## move changes/ into CHANGELOG.md (VERSION=0.3.0)
 
 docs: .venv-docs/bin/mkdocs  ## build docs/ as a site into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+screenshots: venv  ## take the pictures of report, console and dashboard in docs/ (RUN_DIR=DIR, chromium)
+	$(PY) docs/screenshots.py $(RUN_DIR)
 
 docs-commands: venv  ## run the documented commands: the bash blocks that are tagged `run` (an hour)
 	$(PY) tests/run_documented.py

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import machine, median, rlcore, table
+from status import run_and_record
 
 PAGE = Path(__file__).resolve().parent / "results" / "agent_quickstart_cpu.md"
 GUESSES = 3  # of the experiment
@@ -168,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

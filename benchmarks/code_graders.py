@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import machine, table
+from status import run_and_record
 
 from rlcore.tasks import format_prompt_id, make_task
 from rlcore.tasks.sandbox import Limits, Sandbox
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

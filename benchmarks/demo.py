@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import machine, rlcore, table
+from status import run_and_record
 
 MODEL = "smollm2-135m"
 MODES = {"greedy": "eval/arithmetic/greedy", "sampled": "eval/arithmetic/mean@1"}
@@ -121,4 +122,4 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

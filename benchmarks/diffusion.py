@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import machine, rlcore, table
+from status import run_and_record
 
 PAGE = Path(__file__).resolve().parent / "results" / "diffusion_cpu.md"
 ACTORS = {
@@ -158,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

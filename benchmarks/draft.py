@@ -24,6 +24,7 @@ from typing import Any
 from agreement_tables import agreement
 from drawn import Drawn, Prompts, Sums, collect, load, policy_of, sample, save, start
 from harness import machine, read_rows, rlcore, table
+from status import run_and_record
 
 from rlcore.models.fresh import cut_model
 from rlcore.models.text import decode_response
@@ -163,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import fault_graders  # noqa: F401  registers its faults
 from fault_kit import FAULTS
 from harness import machine, table
 from job import Job, audit
+from status import run_and_record
 
 
 def run(name: str, root: Path) -> dict[str, Any]:
@@ -108,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_record(main, __file__)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from status import run_and_record
 
 from rlcore.learner.lm_head import HeadSpec, head_pass
 from rlcore.learner.packing import pack
@@ -163,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

@@ -16,6 +16,7 @@ import statistics
 from typing import Any
 
 from harness import machine, rlcore, table
+from status import run_and_record
 
 MISMATCHES = {
     "none": [],
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from harness import machine, rlcore, table
+from status import run_and_record
 
 from rlcore.advisor.kinds_advice import kind_rates
 from rlcore.config.compose import load
@@ -175,4 +176,4 @@ def origin(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

@@ -13,6 +13,7 @@ import os
 import time
 
 from harness import machine, table
+from status import run_and_record
 
 from rlcore.tasks import format_prompt_id, make_task
 from rlcore.tasks.scoring import Scorer
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

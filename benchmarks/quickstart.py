@@ -9,6 +9,7 @@ import argparse
 import tempfile
 
 from harness import machine, rlcore, table
+from status import run_and_record
 
 KEY = "eval/digits/greedy"
 
@@ -49,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

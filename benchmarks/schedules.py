@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 from harness import machine, median, rlcore, table
+from status import run_and_record
 
 SCHEDULES = {
     "on_policy": ["schedule=on_policy"],
@@ -69,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_record(main, __file__)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from statistics import median
 import psutil
 from harness import machine, read_rows, table
 from job import Job, audit
+from status import run_and_record
 
 ROLES = (
     "RolloutActor",
@@ -140,4 +140,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_record(main, __file__)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import fill
 
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS), str(DOCS.parent / "benchmarks")]
@@ -131,11 +132,15 @@ def _keys(model: type[BaseModel], prefix: str, names: list[str]) -> Iterator[str
         key, default = f"{prefix}{name}", written_default(info)
         kind = kind_of(key, info)
         if default is None:
-            yield f"- `{key}` (`{kind}`, required): {_plain(meaning_of(info))}"
+            yield _item(f"- `{key}` (`{kind}`, required): {_plain(meaning_of(info))}")
             continue
         told = kind in ("int", "float", "bool", "str")
         form = "" if told else f" (`{kind.removesuffix('|null') if default == 'null' else kind}`)"
-        yield f"- `{key}={default.strip(chr(34))}`{form}: {_plain(meaning_of(info))}"
+        yield _item(f"- `{key}={default.strip(chr(34))}`{form}: {_plain(meaning_of(info))}")
+
+
+def _item(text: str) -> str:
+    return fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _plain(text: str) -> str:
@@ -173,7 +178,7 @@ def _described(metric: Metric, names: list[str]) -> str:
     text = f"- {written}{unit}{details}: {_plain(meaning)}"
     if metric.healthy:
         text += f". Healthy: {_plain(metric.healthy)}"
-    return text + (f". If not: {_plain(metric.otherwise)}" if metric.otherwise else "")
+    return _item(text + (f". If not: {_plain(metric.otherwise)}" if metric.otherwise else ""))
 
 
 def _group(name: str) -> str:
@@ -280,14 +285,17 @@ def _shown(line: dict[str, str] | None) -> str:
     if line is None:
         return ""
     by = f"`{line['by']}`" if "/" in line["by"] or line["by"].startswith("make") else line["by"]
-    return f"[{by}](../benchmarks/results/{line['page']})" if line["page"] else by
+    shown = f"[{by}](../benchmarks/results/{line['page']})" if line["page"] else by
+    said = [line.get("outcome", "passed").removeprefix("passed"), line.get("date", "")]
+    return " ".join([shown, *filter(None, said)])
 
 
 STATUS = """# Status: what has run where
 
 This page is the only one that says where a feature has run. `python docs/generate.py` makes it from
-`benchmarks/results/status.jsonl`, to which benchmarks write (`benchmarks/status.py`). An empty cell
-means that nobody has tried the feature there.
+`benchmarks/results/status.jsonl`, to which benchmarks, GPU checks and the slow and nightly tests
+write (`benchmarks/status.py`). The date is the last run's; older records have none. An empty
+cell means that nobody has tried the feature there.
 
 - **Two CPU cores**: the tests of `make test`, and the scripts below, with the real vLLM, Ray and
   DeepSpeed. FP8 and INT formats are emulated there: weights are rounded, and arithmetic is not.

@@ -332,6 +332,11 @@ def warnings() -> Iterator[str]:
         flowing = re.sub(r"\s+(?:# +)?", " ", text.lower())  # a phrase may span two lines
         for words in phrase.findall(flowing):
             yield f"{path.relative_to(ROOT)} says {words!r}"
+    sys.path.append(str(ROOT / "docs"))
+    import screenshots
+
+    for name in screenshots.stale():
+        yield f"docs/images/{name}.png is older than its sources: make screenshots RUN_DIR=DIR"
     for path in prose.finished():
         yield from (f"{path.relative_to(ROOT)}: {found}" for found in prose.of_file(path))
     for path in sorted((ROOT / "docs" / "corrections").glob("*.md")):

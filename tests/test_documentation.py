@@ -2,6 +2,7 @@
 
 That generated parts are current, and the navigation whole, is tested in test_architecture.py."""
 
+import json
 import re
 from functools import cache
 from itertools import count
@@ -108,6 +109,19 @@ def test_one_page_says_what_was_run_where():
     claim = re.compile(r"unproven(?!_)|tried on:|not yet run|(?:has|have) not run", re.IGNORECASE)
     found = {p.name: claim.findall(prose(p)) for p in PAGES if p.name != "status.md"}
     assert {name: said for name, said in found.items() if said} == {}
+
+
+def test_a_picture_is_stale_when_its_sources_have_changed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(DOCS)
+    import screenshots
+
+    assert {*screenshots.SOURCES} == {*json.loads(screenshots.DIGESTS.read_text())}
+    for name in screenshots.SOURCES:
+        assert 0 < (screenshots.IMAGES / f"{name}.png").stat().st_size < 100_000
+    now = {name: screenshots.digest(name) for name in screenshots.SOURCES}
+    monkeypatch.setattr(screenshots, "DIGESTS", tmp_path / "digests.json")
+    screenshots.DIGESTS.write_text(json.dumps({**now, "report": "older"}))
+    assert screenshots.stale() == ["report"]
 
 
 def test_formulas_are_whole_and_the_site_has_what_it_needs_offline():

@@ -27,6 +27,24 @@ def test_plain_sentences_code_and_tables_are_left_alone():
     assert list(prose.warnings(prose.plain(page))) == []
 
 
+def test_formulas_tables_programs_and_identifiers_are_left_alone():
+    source = (
+        'def f():\n    """Add.\n\n    beside    what stands there\n\n    `beside`: the other."""\n'
+        '    return """import this\nbeside of its own\n"""\n'
+    )
+    assert [w for text in prose.texts(source) for w in prose.warnings(text)] == []
+    assert (
+        list(prose.warnings("a = " + "b + 1 * c " * 20 + "is small. There is no such key.")) == []
+    )
+
+
+def test_words_by_hand_are_those_that_no_script_writes(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("one two\n<!-- keys -->\nthree\n<!-- end of the keys -->\n")
+    (tmp_path / "docs" / "status.md").write_text("four five\n")
+    assert list(prose.words(tmp_path).values()) == [14, 2]
+
+
 def test_docstrings_and_messages_are_read():
     source = 'def f():\n    """It runs beside it."""\n    raise ValueError("is no such key here")\n'
     found = [w for text in prose.texts(source) for w in prose.warnings(text)]

@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     slowness()  # before workers start, which inherit it
     config.pluginmanager.register(_Account(config), "cpu account")
+    if config.getoption("--budget") in ("slow", "nightly"):
+        config.pluginmanager.register(_Status(), "status")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -162,6 +164,29 @@ def _cpu_s() -> float:
 def _crowded() -> bool:
     """Other programs share the processors, beside which tests cost more than alone."""
     return slowness().wall > CROWDED * slowness().cpu
+
+
+class _Status:
+    """Records how the test files that docs/status.md names ended, in slow and nightly tiers."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._ended: dict[str, bool] = {}  # file -> all its tests passed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[0]
+        if report.failed or (report.passed and report.when == "call"):
+            self._ended[name] = report.passed and self._ended.get(name, True)
+
+    def pytest_sessionfinish(self) -> None:
+        import status  # of benchmarks/, where suites of these tiers run
+
+        file = self._file or status.FILE
+        for line in status.lines(file):
+            passed = self._ended.get(line["by"])
+            if passed is not None and line["where"] != "nowhere":
+                run = status.this_run("passed" if passed else "failed")
+                status.record(**{**line, **run}, file=file)
 
 
 class _Account:

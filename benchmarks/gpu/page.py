@@ -1,6 +1,8 @@
 """The page of a check: what was shown, and what was not and why.
 
 python benchmarks/gpu/page.py gpu_check_a.jsonl gpu_check_b.jsonl ... > benchmarks/results/FILE.md
+
+Rows of one H100 are also recorded for docs/status.md.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from check import PARTS
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import status
 
 Row = dict[str, Any]
 
@@ -80,6 +85,12 @@ def main() -> None:
         sys.exit(__doc__)
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     print(page(rows), end="")
+    if any(
+        "H100" in row["device"] and row["gpus"] == 1 for row in rows if row["part"] == "machine"
+    ):
+        run = status.this_run("passed", status.versions_of(files))
+        for what in status.measured(files):
+            status.record(what, "h100", "benchmarks/gpu/check.py", "gpu_h100.md", **run)
 
 
 if __name__ == "__main__":

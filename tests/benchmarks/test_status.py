@@ -1,10 +1,14 @@
 """What was run where: records replace one another, and the places are those of docs/status.md."""
 
 import json
+import sys
+from datetime import date
+from types import SimpleNamespace
 
 import pytest
 import status
-from status import FILE, PARTS, PLACES, ROOT, lines, measured, record
+from status import FILE, PARTS, PLACES, ROOT, lines, measured, record, run_and_record
+from tier_plugin import _Status
 
 
 def test_a_record_replaces_that_of_its_place_and_that_of_none(tmp_path):
@@ -24,6 +28,51 @@ def test_parts_of_a_check_count_where_they_have_figures(tmp_path):
     file = tmp_path / "gpu_check_a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert measured([file]) == [PARTS["head"]]
+
+
+def test_a_benchmark_records_how_it_ended(tmp_path):
+    file = tmp_path / "status.jsonl"
+
+    def ends(main):
+        with pytest.raises((SystemExit, OSError)):
+            run_and_record(main, "benchmarks/soak.py", file)
+        return lines(file)[0]["outcome"] if file.exists() else None
+
+    def raises():
+        raise OSError("full")
+
+    assert ends(lambda: sys.exit(0)) is None  # --help
+    assert ends(lambda: None) == "passed"
+    (line,) = lines(file)
+    assert line["by"] == "benchmarks/soak.py" and line["versions"]["torch"]
+    assert date.fromisoformat(line["date"])
+    assert [ends(lambda: 1), ends(raises)] == ["failed", "failed: OSError"]
+    assert ends(lambda: sys.exit("wrong")) == "failed"
+
+
+def test_slow_tests_record_how_their_files_ended(tmp_path):
+    file = tmp_path / "status.jsonl"
+    for name in ("a", "b", "c"):
+        record(name, "cpu", f"tests/test_{name}.py", file=file)
+    told = _Status(file)
+    for name, outcome in (("a", "passed"), ("b", "passed"), ("b", "failed"), ("b", "passed")):
+        report = SimpleNamespace(
+            nodeid=f"tests/test_{name}.py::test_x",
+            when="call",
+            failed=outcome == "failed",
+            passed=outcome == "passed",
+        )
+        told.pytest_runtest_logreport(report)
+    told.pytest_sessionfinish()
+    assert [line.get("outcome") for line in lines(file)] == ["passed", "failed", None]
+
+
+def test_every_benchmark_of_the_page_records_itself():
+    for name, (what, page) in status.SHOWS.items():
+        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        assert "run_and_record(main, __file__)" in text, name
+        assert (what, "cpu") in {(line["what"], line["where"]) for line in lines(FILE)}
+        assert (status.RESULTS / page).exists()
 
 
 def test_every_record_names_what_exists():

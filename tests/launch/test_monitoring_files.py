@@ -39,6 +39,8 @@ def test_every_expression_names_metrics_that_a_run_exports(expression):
     if "__name__=~" in expression:
         assert re.fullmatch(r"rlcore_eval_.*_greedy", exported_name("eval/digits/greedy"))
         return
+    if expression == 'up{job="rlcore"} == 0':  # Prometheus' own
+        return
     assert names and set(names) - exported() == set()
 
 
