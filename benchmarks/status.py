@@ -41,7 +41,7 @@ SHOWS = {
     "code_graders": ("Programs graded in the sandbox", "code_graders_cpu.md"),
     "proofs": ("Metamath proofs", "proofs_cpu.md"),
 }
-# What each part of benchmarks/gpu/check.py shows; the others show nothing of their own
+# What each part of benchmarks/gpu shows; the others show nothing of their own
 PARTS = {
     "kernel": "Sparse decode kernels",
     "varlen": "Variable-length attention, FlashAttention 4",
@@ -62,6 +62,9 @@ PARTS = {
     "colocated": "Engine and learner on the same GPU in turn",
     "offload": "ZeRO 1 to 3, offload to host and NVMe",
     "attention": "Each kernel of `learner.attention` in a whole learner",
+    "learns": "Whole runs that learn, with FP8 actors and the step bound",
+    "peers": "A step beside TRL with colocated vLLM",
+    "learner": "An update's time by part",
     "pair": "Weights from GPU to GPU by NCCL; ZeRO-3 over two GPUs",
 }
 

@@ -40,8 +40,8 @@ bf16, sparse, fp8, fp8 + fp8 kv
 sparse block
          the rows of `sparse` with prompts that choose their pages by blocks
 speculate
-         an actor whose tokens half of its own layers propose: its log-probs against the learner's,
-         and how many proposals were accepted
+         an actor whose tokens its own model proposes: its log-probs against the learner's, and how
+         many proposals were accepted; fails unless most greedy ones are
 update   FP8 weights changed in place against a fresh engine and a dequantised reference
 experts  a small mixture of experts: log-probs against the learner's, whose routers choose or replay
          what the engine chose; an update in place by checksums and against a fresh engine

@@ -1,16 +1,17 @@
 """Make an installed site folder small enough to carry to a machine without a network.
 
-    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 48] [--torch LIB]
+    python benchmarks/gpu/pack.py --requirements > FILE     # what is to be installed into SITE
+    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 40] [--torch LIB]
 
-SITE is what `pip install --no-deps --target SITE` made, for the other machine's Python: the
-packages of a lock but those that the other machine has, or the GPU kit's. Code for other GPUs
-inside shared libraries becomes zeros, which compress away; Triton's library loses its symbols; what
-no check uses is removed. 3.5 GiB of `requirements/cuda.lock`, torch and Triton among them, became
-333 MiB. OUT gets a folder of at most the limit for each journey, of pieces that are unpacked beside
-each other:
+SITE is what `pip install --no-deps --target SITE -r FILE` made, for the other machine's Python; the
+whole of it is `prepare.sh`. Code for other GPUs inside shared libraries becomes zeros, which
+compress away; Triton's library loses its symbols; what no check uses is removed. OUT gets a folder
+of at most the limit for each journey, of pieces that are unpacked beside each other:
 
     bash benchmarks/gpu/unpack.sh OUT/00         # there, for each folder that arrives
     bash benchmarks/gpu/unpack.sh all COUNT SITE # there, last; COUNT: of all pieces
+
+Pieces are compressed by zstd where it is installed, which unpacks several times faster, else by xz.
 
 Nothing else of a library changes, not even its size. It serves GPUs of that architecture alone.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -72,7 +74,38 @@ UNUSED = (
     "triton/_C/libproton.so",
     "nvidia/nccl/include",
 )
-PIECE = 100 << 20  # bytes of the archive that are compressed together
+# of requirements/cuda.lock: what the other machine has and no path looks at, and what only kernels
+# need that no check uses; of the packages nvidia-*, all but these
+LEFT_OUT = """
+aiohttp-cors colorful cuda-bindings cuda-core cuda-pathfinder cuda-python cuda-tile cuda-toolkit
+distlib flashinfer-python google-api-core google-auth humming-kernels llvmlite ml-dtypes ninja numba
+numpy opencensus opencensus-context opencv-python-headless opentelemetry-exporter-prometheus pillow
+platformdirs proto-plus py-spy pyarrow pyasn1 pyasn1-modules pynvvideocodec python-discovery
+setuptools six smart-open tilelang tokenspeed-mla tokenspeed-triton torch-c-dlpack-ext torchaudio
+torchcodec virtualenv wheel wrapt z3-solver
+""".split()  # noqa: SIM905
+NVIDIA = ("nvidia-nccl-cu13", "nvidia-ml-py", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base")
+NVIDIA += ("nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu13")
+# beside the lock: TRL (beside_trl.py), Liger's kernels and FP8 products (layers.py)
+FURTHER = (
+    *("trl==1.16.0", "datasets==5.2.0", "multiprocess==0.70.19"),
+    *("liger-kernel==0.8.5", "torchao==0.18.0"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+PIECE = 38 << 20  # bytes of the archive that are compressed together: any of them fits a folder
+COMPRESSORS = {"zstd": ("zstd", "-q", "-6", "--rm"), "xz": ("xz", "-6")}
+
+
+def carried(lock: str) -> list[str]:
+    """The requirements of a lock file's text that are carried, and `FURTHER`."""
+    found = re.findall(r"^([\w.-]+)(?:\[[^]]*\])?==([^\s;]+)", lock, re.M)
+    names = [(re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in found]
+    kept = [
+        f"{name}=={version}"
+        for name, version in names
+        if name not in LEFT_OUT and (not name.startswith("nvidia-") or name in NVIDIA)
+    ]
+    return [*kept, *FURTHER]
 
 
 def unloadable(site: Path, torch: Path) -> dict[Path, str]:
@@ -161,9 +194,10 @@ def prune(site: Path, architecture: int) -> None:
         subprocess.run(["strip", "--strip-unneeded", compiler], check=True, timeout=300)
 
 
-def pack(site: Path, out: Path, limit: int, piece: int = PIECE) -> None:
+def pack(site: Path, out: Path, limit: int, piece: int = PIECE, by: str | None = None) -> None:
     """Write the folder as one archive cut into pieces, each compressed by itself, and put them into
-    folders of at most `limit` bytes."""
+    folders of at most `limit` bytes. `by`: a compressor's name; None: the one that is there."""
+    command = COMPRESSORS[by or ("zstd" if shutil.which("zstd") else "xz")]
     out.mkdir(parents=True, exist_ok=True)
     archive = out / "site.tar"
     with tarfile.open(archive, "w") as tar:
@@ -172,8 +206,8 @@ def pack(site: Path, out: Path, limit: int, piece: int = PIECE) -> None:
     archive.unlink()
     pieces = sorted(out.glob("c*"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda p: subprocess.run(["xz", "-6", p], check=True), pieces))
-    folders = journeys({p: p.stat().st_size for p in out.glob("c*.xz")}, limit)
+        list(pool.map(lambda p: subprocess.run([*command, p], check=True), pieces))
+    folders = journeys({p: p.stat().st_size for p in out.glob("c*.*")}, limit)
     for i, names in enumerate(folders):
         folder = out / f"{i:02d}"
         folder.mkdir()
@@ -205,12 +239,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("site", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("site", type=Path, nargs="?")
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--requirements", action="store_true", help="print what is to be installed")
     parser.add_argument("--architecture", type=int, default=90)
-    parser.add_argument("--limit-mb", type=int, default=48)
+    parser.add_argument("--limit-mb", type=int, default=40)
     parser.add_argument("--torch", type=Path, help="torch/lib of the other machine's version")
     args = parser.parse_args()
+    if args.requirements:
+        print("\n".join(carried((ROOT / "requirements/cuda.lock").read_text())))
+        return
+    if args.site is None or args.out is None:
+        sys.exit("SITE and OUT are missing")
     if args.torch is not None:
         drop_unloadable(args.site, args.torch)
     prune(args.site, args.architecture)

@@ -19,12 +19,16 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import status
 
 Row = dict[str, Any]
+CHECK = tuple(p.name for p in PARTS)
+RUNS = ("learns", "peers", "learner")  # of learns.py, beside_trl.py, learner_profile.py
+NAMES = (*CHECK, *RUNS)
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Markdown of all rows of all calls."""
+    """Markdown of all rows of all calls; parts of check.py that did not run are named where one
+    did."""
     machines = [r for r in rows if r["part"] == "machine"]
-    shown = [p.name for p in PARTS if measured(rows, p.name)]
+    shown = [name for name in NAMES if measured(rows, name)]
     lines = ["# GPU check", "", "Each figure is one measurement.", "", *table(machines)]
     lines += ["", "## Not shown", "", *not_shown(rows)]
     for name in shown:
@@ -40,14 +44,14 @@ def measured(rows: Sequence[Row], part: str) -> list[Row]:
 def not_shown(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each part without figures, and for each that failed after some."""
     nothing = True
-    for part in PARTS:
-        why = [r["what"] for r in rows if r["part"] == part.name and "what" in r]
-        if not measured(rows, part.name):
+    for name in NAMES if {r["part"] for r in rows} & {*CHECK} else RUNS:
+        why = [r["what"] for r in rows if r["part"] == name and "what" in r]
+        if not measured(rows, name):
             nothing = False
-            yield f"- `{part.name}`: {why[-1] if why else 'did not run'}"
+            yield f"- `{name}`: {why[-1] if why else 'did not run'}"
         elif why:
             nothing = False
-            yield f"- `{part.name}`, in part: {why[-1]}"
+            yield f"- `{name}`, in part: {why[-1]}"
     if nothing:
         yield "Nothing: every part ran."
 

@@ -39,12 +39,12 @@ class Reference:
             model or s.model,
             dtype=torch.float32 if precise else s.dtype,
             attn_implementation=attention,
-        )
-        if kind.startswith("fp8"):
+        ).to(s.device)
+        if kind.startswith("fp8"):  # on the device: the host takes minutes to round a real shape
             round_linears(self._model)
             if not s.small:  # the emulation on CPU rounds weights alone
                 round_activations(self._model)
-        self._model.to(s.device).eval()
+        self._model.eval()
 
     @torch.no_grad()
     def logp(self, t: Any) -> torch.Tensor:

@@ -64,12 +64,14 @@ def generate(llm: Any, asked: list[Any], new_tokens: int) -> tuple[list[Any], fl
     return sorted(done, key=lambda t: t.sample_index), time.monotonic() - start
 
 
-def ask(llm: Any, asked: list[Any], new_tokens: int, k: int = LOGPROBS_K) -> None:
+def ask(
+    llm: Any, asked: list[Any], new_tokens: int, k: int = LOGPROBS_K, temperature: float = 1.0
+) -> None:
     """Queue a request for each prompt; `k`: log-probs of how many tokens."""
     from rlcore.testing.records import make_sampling
     from rlcore.types import Request
 
-    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=k)
+    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=k, temperature=temperature)
     llm.add([Request(0, i, "check/train/0", p, spec, seed=i) for i, p in enumerate(asked)])
 
 
@@ -132,27 +134,40 @@ def logprobs(s: Setting) -> None:
 
 
 def speculate(s: Setting) -> None:
-    """Half of the model's layers propose: the log-probs of what is sampled, and the share of
-    proposals that is accepted."""
-    from rlcore.models.folder import read_config
-    from rlcore.models.fresh import cut_model
+    """The model itself proposes: the log-probs of what is sampled, and the share of proposals that
+    is accepted when answers are greedy, as proposals are."""
     from rlcore.rollout.specs import SpeculateSpec
 
-    folder = s.folder / "proposing"
-    if not folder.exists():
-        cut_model(s.model, folder, int(read_config(s.model)["num_hidden_layers"]) // 2)
     start = time.monotonic()
-    llm = engine(s, "bf16", speculate=SpeculateSpec(path=str(folder)))
+    llm = engine(s, "bf16", memory=0.3, speculate=SpeculateSpec(path=s.model))
     s.add("speculate", {"start s": time.monotonic() - start})
-    ask(llm, prompts(s.batch, 96 if s.small else 768), s.new_tokens)
-    done, proposed, accepted = [], 0, 0
-    while llm.unfinished():
-        done += llm.step()
-        load = llm.load_of_step()
-        proposed, accepted = proposed + load.proposed, accepted + load.accepted
-    done.sort(key=lambda t: t.sample_index)
-    s.add("speculate", Judge(s, "bf16").row(done[:4]) | {"accepted": accepted / max(proposed, 1)})
+    asked = prompts(s.batch, 96 if s.small else 768)
+    for temperature in (1.0, 0.0):
+        ask(llm, asked, s.new_tokens, temperature=temperature)
+        done, proposed, accepted = [], 0, 0
+        while llm.unfinished():
+            done += llm.step()
+            load = llm.load_of_step()
+            proposed, accepted = proposed + load.proposed, accepted + load.accepted
+        done.sort(key=lambda t: t.sample_index)
+        gaps = Judge(s, "bf16").row(done[:4]) if temperature else {}
+        s.add("speculate", {"temperature": temperature, **gaps, **taken(proposed, accepted)})
+    check_taken(proposed, accepted)
     llm.close()
+
+
+def taken(proposed: int, accepted: int) -> Row:
+    """How many tokens were proposed, and the share of them that was accepted."""
+    return {"proposed": proposed, "accepted": accepted / proposed if proposed else None}
+
+
+def check_taken(proposed: int, accepted: int) -> None:
+    """Raise RuntimeError unless a model accepts most of its own greedy proposals; those that it
+    does not are near ties."""
+    if 2 * accepted < proposed or not accepted:
+        raise RuntimeError(
+            f"{accepted} of {proposed} greedy proposals of the model itself accepted"
+        )
 
 
 def unseeded(llm: Any) -> None:

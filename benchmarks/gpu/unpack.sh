@@ -3,16 +3,21 @@
 #   bash unpack.sh FOLDER            starts unpacking a folder of pieces that has arrived
 #   bash unpack.sh all COUNT SITE    waits for all pieces, and makes SITE of them, compiled
 #
-# Pieces are kept in $STORE (default /tmp/rlcore-pieces). CUDA's libraries but NCCL are the machine's own,
+# Pieces are kept in $STORE (default /tmp/rlcore-pieces). zstd may be in bin/ beside this script. CUDA's libraries but NCCL are the machine's own,
 # of the packages that its python3 has: SITE's torch finds them through links.
 set -euo pipefail
 store=${STORE:-/tmp/rlcore-pieces}
 mkdir -p "$store"
+here=$(cd "$(dirname "$0")" && pwd)
+zstd=zstd
+command -v zstd > /dev/null || zstd="env LD_LIBRARY_PATH=$here/bin $here/bin/zstd"
 if [ "$1" != all ]; then
-  for piece in "$1"/*.xz; do
-    name=$(basename "$piece" .xz)
+  for piece in "$1"/c*; do
+    file=$(basename "$piece") name=$(basename "${piece%.*}")
+    tool=xz
+    [ "${file##*.}" = xz ] || tool=$zstd
     cp "$piece" "$store/"
-    setsid sh -c "cd '$store' && xz -dc $name.xz > $name.part && mv $name.part $name && rm $name.xz" \
+    setsid sh -c "cd '$store' && $tool -qdc $file > $name.part && mv $name.part $name && rm $file" \
       > /dev/null 2>&1 < /dev/null &
   done
   exit

@@ -93,7 +93,7 @@ def test_the_page_says_what_was_shown_and_what_was_not():
     assert "| batch | dense ms |\n| --- | --- |\n| 16 | 0.25 |\n| 64 | 0.5 |" in text
     assert "- `kernel`, in part: failed: time (60 s)" in text
     assert "- `pair`: skipped: needs 2 GPUs" in text and "- `loop`: did not run" in text
-    everything = [{"part": p.name, "seconds": 1.0} for p in PARTS]
+    everything = [{"part": name, "seconds": 1.0} for name in page.NAMES]
     assert "Nothing: every part ran." in page.page(everything)
 
 
@@ -221,6 +221,31 @@ def test_linears_are_rounded_and_stay_dequantised():
     after = model["model"]["layers"].weight
     assert after.dtype == before.dtype and not torch.equal(after, before)
     torch.testing.assert_close(after, before, rtol=0.07, atol=1e-3)
+
+
+def test_weights_are_rounded_on_the_device(tmp_path, monkeypatch):
+    import random_model
+
+    random_model.random_model("tiny", "cpu").save_pretrained(tmp_path / "model")
+    found = set()
+
+    def rounded(model):
+        found.update(p.device.type for p in model.parameters())
+
+    monkeypatch.setattr(reference, "round_linears", rounded)
+    s = setting.Setting(tmp_path, "tiny", "meta", (), (), tmp_path / "rows")
+    reference.Reference(s, "fp8")
+    assert found == {"meta"}
+
+
+@pytest.mark.parametrize("proposed, accepted", [(0, 0), (90, 0), (90, 44)])
+def test_speculation_fails_unless_a_model_accepts_its_own_proposals(proposed, accepted):
+    import rollouts
+
+    rollouts.check_taken(90, 45)
+    with pytest.raises(RuntimeError, match=f"{accepted} of {proposed} greedy proposals"):
+        rollouts.check_taken(proposed, accepted)
+    assert rollouts.taken(proposed, accepted)["proposed"] == proposed
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -82,16 +84,30 @@ def unpack(store, *words):
     )
 
 
+def test_what_is_carried_is_of_the_lock_and_what_is_left_out_is_in_it():
+    lock = (pack.ROOT / "requirements/cuda.lock").read_text()
+    names = {line.partition("==")[0] for line in pack.carried(lock)}
+    assert {"torch", "vllm", "ray", "deepspeed", "triton", "trl", *pack.NVIDIA} <= names
+    assert not names & {*pack.LEFT_OUT}
+    locked = {
+        re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r"^([\w.-]+)", lock, re.M)
+    }
+    assert {*pack.LEFT_OUT} <= locked
+
+
 @pytest.mark.processes
-def test_pieces_that_arrive_in_any_order_are_the_folder(tmp_path):
+@pytest.mark.parametrize("by", pack.COMPRESSORS)
+def test_pieces_that_arrive_in_any_order_are_the_folder(by, tmp_path):
+    if shutil.which(by) is None:
+        pytest.skip(f"{by} is not installed")
     site, out, there = tmp_path / "site", tmp_path / "out", tmp_path / "there"
     (site / "package" / "__pycache__").mkdir(parents=True)
     (site / "package" / "a.py").write_text("x = 1\n")
     (site / "package" / "b.bin").write_bytes(random.Random(0).randbytes(9000))
     (site / "package" / "__pycache__" / "a.pyc").write_text("compiled")
-    pack.pack(site, out, limit=5000, piece=4096)
+    pack.pack(site, out, limit=5000, piece=4096, by=by)
     folders = sorted(out.iterdir(), reverse=True)
-    count = len([*out.rglob("c*.xz")])
+    count = len([*out.rglob("c*.*")])
     assert len(folders) > 1
     for folder in folders:
         assert unpack(tmp_path / "store", folder).returncode == 0
