@@ -130,10 +130,9 @@ def _placed(config: RunConfig, wanted: Sequence[Role]) -> list[Machine]:
 
 def _keys(config: RunConfig, of_learner: bool) -> list[str]:
     """The keys that say how many CPUs and GPUs each of the learner's nodes, or the others, have."""
-    spec, found = config.cluster.launch, ["cpus_per_node", "gpus_per_node"]
-    own = [f"learner_{name}" for name in found] if of_learner else found
-    given = [getattr(spec, name) is not None for name in own]
-    return [f"{KEY}.{o if g else f}" for o, f, g in zip(own, found, given, strict=True)]
+    spec, found = config.cluster.launch, ("cpus_per_node", "gpus_per_node")
+    own = {n for n in found if of_learner and getattr(spec, f"learner_{n}") is not None}
+    return [f"{KEY}.{'learner_' * (n in own)}{n}" for n in found]
 
 
 def check_idle(config: RunConfig, found: Sequence[Machine]) -> Iterator[str]:

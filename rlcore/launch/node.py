@@ -90,8 +90,7 @@ class JobNode:
 def _store_bytes(part: int) -> int | None:
     """Bytes of Ray's object store: a share of the memory that the job has on this node, where Slurm
     says how much that is. Ray itself would take that share of the machine's."""
-    # without its end, a variable is that of the first part
-    end = f"_HET_GROUP_{part}" if "SLURM_HET_SIZE" in os.environ else ""
+    end = f"_HET_GROUP_{part}" if "SLURM_HET_SIZE" in os.environ else ""  # "": the first part's
     per_node, per_cpu = (os.environ.get(f"SLURM_MEM_PER_{n}{end}") for n in ("NODE", "CPU"))
     mib = int(per_node or 0) or int(per_cpu or 0) * int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
     room = shutil.disk_usage("/dev/shm").total * 0.9

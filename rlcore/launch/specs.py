@@ -32,8 +32,7 @@ OWN_OPTIONS = {
     "output": "",
     "ntasks-per-node": "",
 }
-# A job of two parts is one job in these, and Slurm passes the others on from the first part to the
-# second (src/common/slurm_opt.c of Slurm 22.05: no reset_each_pass).
+# What a job of two parts has once, and what Slurm passes on to the second (slurm_opt.c of 22.05).
 WHOLE_JOB = (
     *(*TIMES, "array", "chdir", "clusters", "dependency", "error", "export", "hold", "input"),
     *("job-name", "kill-on-invalid-dep", "no-kill", "no-requeue", "open-mode", "requeue", "wait"),
@@ -254,7 +253,7 @@ class LaunchSpec(Spec):
             f"{key}.learner_gpus_per_node, learner_cpus_per_node, learner_memory_gib_per_node or "
             "learner_sbatch makes a job of two parts.",
         )
-        for name in [name for name in OWN_OPTIONS if name in self.sbatch]:
+        for name in OWN_OPTIONS.keys() & self.sbatch:
             remedy = f"set {key}.{OWN_OPTIONS[name]}" if OWN_OPTIONS[name] else "leave it out"
             refuse(True, f"{key}.sbatch.{name} is what rlcore gives to sbatch itself: {remedy}.")
         for own, options in (("sbatch", self.sbatch), ("learner_sbatch", self.learner_sbatch)):
