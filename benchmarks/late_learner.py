@@ -1,13 +1,15 @@
-"""The learner alone on samples of an exact age: no Ray, no engine; the policy itself is sampled.
+"""The learner alone on samples of an exact age: no Ray, no engine; the policy itself is sampled, or
+an actor that differs from it.
 
-The task is to sort 8 to 16 digits. Problems and draws of a batch depend on the seed and the batch's
-number, so that runs of one seed see the same problems in the same order.
+The task is to sort 8 to 16 digits, or as many as `problems` is asked for. Problems and draws of a
+batch depend on the seed and the batch's number, so that runs of one seed see the same problems in
+the same order.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from rlcore.registry import load_object
 from rlcore.seeding import derive_seed
 from rlcore.testing.records import make_group, make_sampling, make_trajectory
 from rlcore.types import Group
+from rlcore.weights.specs import RoundingSpec
 
 LEAST, MOST = 8, 16  # digits of a problem
 NEW = MOST + 2  # most tokens of an answer
@@ -43,18 +46,23 @@ class Problem(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """An answer of S tokens with its log-probs [S] float32, and the reward of its text."""
+    """An answer of S tokens with its log-probs [S] float32, the reward of its text, and the actor's
+    likeliest ids and their log-probs [S, k]."""
 
     ids: list[int]
     logp: np.ndarray
     reward: float
+    top_ids: np.ndarray
+    top_logp: np.ndarray
 
 
-def problems(seed: int, purpose: str, index: int, count: int) -> list[Problem]:
-    """`count` problems, their digits sorted as the answers."""
+def problems(
+    seed: int, purpose: str, index: int, count: int, lengths: tuple[int, int] = (LEAST, MOST)
+) -> list[Problem]:
+    """`count` problems of at least and at most so many digits, which sorted are the answers."""
     rng = np.random.default_rng(derive_seed(seed, purpose, index))
-    lengths = [int(rng.integers(LEAST, MOST + 1)) for _ in range(count)]
-    texts = ["".join(map(str, rng.integers(0, 10, length))) for length in lengths]
+    given = [int(rng.integers(lengths[0], lengths[1] + 1)) for _ in range(count)]
+    texts = ["".join(map(str, rng.integers(0, 10, length))) for length in given]
     return [Problem([IDS[c] for c in f"{t}="], "".join(sorted(t))) for t in texts]
 
 
@@ -63,17 +71,29 @@ def reward(text: str, answer: str) -> float:
     return sum(a == b for a, b in zip(text, answer)) / max(len(text), len(answer))
 
 
+class Draw(NamedTuple):
+    """The ways in which answers are drawn and judged."""
+
+    most: int = NEW  # tokens of an answer
+    top: int = 0  # log-probs that are kept of each token
+    noise: float = 0.0  # deviation of what is added to each logit, anew for each token
+    judge: Callable[[str, str], float] = reward
+
+
+PLAIN = Draw()
+
+
 @torch.no_grad()
-def sample(lm: Any, asked: Sequence[Problem], seed: int) -> list[Sampled]:
+def sample(lm: Any, asked: Sequence[Problem], seed: int, how: Draw = PLAIN) -> list[Sampled]:
     """An answer to each problem at temperature 1; equal seeds draw alike."""
     rng = torch.Generator().manual_seed(seed)
     width = max(len(p.prompt) for p in asked)
     ids = torch.tensor([[0] * (width - len(p.prompt)) + p.prompt for p in asked])
     seen = torch.tensor([[0] * (width - len(p.prompt)) + [1] * len(p.prompt) for p in asked])
     place = (seen.cumsum(1) - 1).clamp(min=0)
-    cache, given, tokens, logps = None, ids, [], []
+    cache, given, tokens, logps, tops = None, ids, [], [], []
     ended = torch.zeros(len(asked), dtype=torch.bool)
-    while len(tokens) < NEW and not ended.all():
+    while len(tokens) < how.most and not ended.all():
         out = lm(
             input_ids=given,
             attention_mask=seen,
@@ -82,30 +102,47 @@ def sample(lm: Any, asked: Sequence[Problem], seed: int) -> list[Sampled]:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, logp = out.past_key_values, out.logits[:, -1].float().log_softmax(-1)
+        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        if how.noise:
+            logits = logits + how.noise * torch.randn(logits.shape, generator=rng)
+        logp = logits.log_softmax(-1)
         token = torch.multinomial(logp.exp(), 1, generator=rng)
         tokens.append(token)
         logps.append(logp.gather(1, token))
+        tops.append(logp.topk(how.top))
         ended = ended | (token[:, 0] == END)
         given, place = token, place[:, -1:] + 1
         seen = torch.cat([seen, torch.ones_like(token)], 1)
-    drawn = zip(asked, torch.cat(tokens, 1), torch.cat(logps, 1), strict=True)
-    return [_answer(problem, own, logp) for problem, own, logp in drawn]
+    likeliest = torch.stack([t.indices for t in tops], 1), torch.stack([t.values for t in tops], 1)
+    columns = torch.cat(tokens, 1), torch.cat(logps, 1), *likeliest
+    return [_answer(how, *of) for of in zip(asked, *columns, strict=True)]
 
 
-def _answer(problem: Problem, tokens: Tensor, logp: Tensor) -> Sampled:
-    """Up to the first END. Tokens and log-probs [T]."""
+def _answer(
+    how: Draw, problem: Problem, tokens: Tensor, logp: Tensor, top: Tensor, top_logp: Tensor
+) -> Sampled:
+    """Up to the first END. Tokens and log-probs [T], of the likeliest [T, k]."""
     row = tokens.tolist()
     ids = row[: row.index(END) + 1] if END in row else row
     text = "".join(CHARACTERS.get(i, "?") for i in ids if i != END)
-    return Sampled(ids, logp[: len(ids)].numpy(), reward(text, problem.answer))
+    kept = slice(len(ids))
+    judged = how.judge(text, problem.answer)
+    stored = top[kept].int().numpy(), top_logp[kept].numpy()
+    return Sampled(ids, logp[kept].numpy(), judged, *stored)
 
 
-def batch(lm: Any, seed: int, number: int, version: int) -> list[Group]:
-    """The groups of batch `number`, sampled from the policy as it is, at `version`."""
-    asked = problems(seed, "problems", number, GROUPS)
+def batch(
+    lm: Any,
+    seed: int,
+    number: int,
+    version: int,
+    lengths: tuple[int, int] = (LEAST, MOST),
+    how: Draw = PLAIN,
+) -> list[Group]:
+    """The groups of batch `number`, sampled from an actor as it is, at `version`."""
+    asked = problems(seed, "problems", number, GROUPS, lengths)
     repeated = [p for p in asked for _ in range(SAMPLES)]
-    drawn = sample(lm, repeated, derive_seed(seed, "draws", number))
+    drawn = sample(lm, repeated, derive_seed(seed, "draws", number), how)
     groups = []
     for g, problem in enumerate(asked):
         own = drawn[g * SAMPLES : (g + 1) * SAMPLES]
@@ -116,6 +153,8 @@ def batch(lm: Any, seed: int, number: int, version: int) -> list[Group]:
                 turns=[(problem.prompt, one.ids)],
                 version=version,
                 logp_inf=one.logp,
+                topk_ids=one.top_ids,
+                topk_logp=one.top_logp,
                 finish_reason="stop" if one.ids[-1] == END else "length",
             )
             for s, one in enumerate(own)
@@ -142,8 +181,11 @@ def learner(
     lag: int = 0,
     corrections: Mapping[str, Mapping[str, Any]] | None = None,
     objective: ObjectiveSpec | None = None,
+    how: Draw = PLAIN,
+    rounding: RoundingSpec | None = None,
 ) -> LearnerRank:
-    """The one rank of a learner, in this process, of a run whose samples are `lag` steps old."""
+    """The one rank of a learner, in this process, of a run whose samples are `lag` steps old and
+    drawn as `how` says. `rounding`: of the policy's passes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -152,11 +194,12 @@ def learner(
         learner=spec,
         objective=objective or ObjectiveSpec(),
         corrections={n: load_object(CORRECTIONS[n])(**a) for n, a in (corrections or {}).items()},
-        sampling=make_sampling(temperature=1.0, max_new_tokens=NEW, logprobs_k=0),
+        sampling=make_sampling(temperature=1.0, max_new_tokens=how.most, logprobs_k=how.top),
         total_steps=steps,
         run_seed=seed,
         pad_id=0,
         in_flight=lag,
+        rounding=rounding,
     )
     rank = LearnerRank(job, RankPlace(0, 1, "127.0.0.1", port, timeout_s=600))
     rank.engine.policy.lm.config.use_cache = True
@@ -164,16 +207,16 @@ def learner(
 
 
 def late_steps(
-    rank: LearnerRank, steps: int, seed: int, lag: int, phase: int
+    rank: LearnerRank, steps: int, lag: int, phase: int, sampled: Callable[[int, int], list[Group]]
 ) -> Iterator[tuple[int, float, dict[str, float]]]:
     """Steps from 1, each with the mean reward of its samples and its row. Batches of a phase are
-    sampled `lag` versions before the phase begins, and the first at version 0."""
+    sampled `lag` versions before the phase begins, and the first at version 0. `sampled`: gives
+    the batch of a number, at a version."""
     waiting: dict[int, list[Group]] = {}
-    lm = rank.engine.policy.lm
     for step in range(steps):
         for number in range(step, min(step + lag + phase, steps)):
             if max(0, number - number % phase - lag) == step:
-                waiting[number] = batch(lm, seed, number, step)
+                waiting[number] = sampled(number, step)
         if step % phase == 0:
             rank.begin_phase([waiting[n] for n in range(step, min(step + phase, steps))])
         row = rank.train_step(step)
@@ -181,21 +224,36 @@ def late_steps(
         yield step + 1, float(np.mean(scores)), row
 
 
-def make_start(folder: Path, least: float, most: int = 400, size: int = 128) -> None:
-    """A model of 1.6 million parameters after supervised steps of `size` problems, until its
-    held-out reward is `least`, seen every 20 steps. Raises RuntimeError after `most` steps."""
+def make_start(
+    folder: Path,
+    least: float,
+    most: int = 400,
+    size: int = 128,
+    *,
+    lengths: tuple[int, int] = (LEAST, MOST),
+    score: Callable[[Any], float] = held_out,
+    free: int = 0,
+) -> None:
+    """A small model after supervised steps of `size` problems, until its held-out `score` is
+    `least`, seen every 20 steps. `free`: digits at random that follow each worked answer. Raises
+    RuntimeError after `most` steps."""
     fresh = folder.with_name(folder.name + "-fresh")
     shape = FreshModelSpec(hidden_size=192, heads=6, intermediate_size=512, vocab_size=64)
-    build_fresh_model(fresh, ALPHABET, shape, seed=3, max_len=2 * MOST + 16)
+    build_fresh_model(fresh, ALPHABET, shape, seed=3, max_len=2 * MOST + 16 + free)
     rank = learner(fresh, LearnerSpec(lr=1e-3, lr_warmup_steps=20, betas=(0.9, 0.95)), most, 5)
     lm = rank.engine.policy.lm
     for step in range(most):
-        asked = problems(5, "start", step, size)
+        asked = problems(5, "start", step, size, lengths)
+        drawn = np.random.default_rng(derive_seed(5, "free", step)).integers(0, 10, (size, free))
+        texts = [p.answer + "".join(map(str, row)) for p, row in zip(asked, drawn, strict=True)]
         rank.sft_step(
             step,
-            [TokenSequence.of_answer(p.prompt, [*(IDS[c] for c in p.answer), END]) for p in asked],
+            [
+                TokenSequence.of_answer(p.prompt, [*(IDS[c] for c in text), END])
+                for p, text in zip(asked, texts, strict=True)
+            ],
         )
-        if step % 20 == 19 and held_out(lm) >= least:
+        if step % 20 == 19 and score(lm) >= least:
             part = folder.with_name(folder.name + "-part")
             lm.save_pretrained(part)
             part.rename(folder)

@@ -11,25 +11,20 @@ any time and continued. The page's block of results is made from the lines.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
-import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-from evidence import CLAIMS, ROOT, WAIT_S, lines, locked, results
-from evidence_page import PAGES, replace_block
+from evidence import CLAIMS, ROOT, results
+from evidence_page import PAGES
 from evidence_tables import Line, interval, source_digest
 from harness import machine, table
-from late_learner import held_out, late_steps, learner, make_start
+from late_learner import batch, held_out, late_steps, learner, make_start
+from late_study import Study, start_digest
 
 from rlcore.learner.specs import LearnerSpec
 from rlcore.objectives.specs import ObjectiveSpec
@@ -49,8 +44,6 @@ SOURCES = (
     *("rlcore/learner", "rlcore/corrections", "rlcore/objectives"),
     *("benchmarks/late_learner.py", "benchmarks/step_bound_study.py"),
 )
-FILE = results("step_bound")
-PAGE = PAGES / "step_bound.md"
 
 
 @dataclass(frozen=True)
@@ -89,40 +82,6 @@ class Cell:
         return self.arm, self.age, self.times, self.lr, self.seed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=120, help="start no run after these")
-    parser.add_argument("--only-page", action="store_true", help="run nothing, write the page")
-    parser.add_argument("--background", action="store_true", help="detached, at low priority")
-    args = parser.parse_args()
-    if args.background:
-        print(f"runs as process {start_in_background()}")
-        return
-    stop = time.monotonic() + 60 * args.minutes
-    torch.set_num_threads(1)
-    while not args.only_page and time.monotonic() < stop and run_first_free():
-        pass
-    replace_block(PAGE, block(lines(FILE)))
-
-
-def start_in_background() -> str:
-    """Start this program again, detached; says which process it is and where its output goes."""
-    CLAIMS.mkdir(parents=True, exist_ok=True)
-    log = CLAIMS / "step_bound.log"
-    words = [word for word in sys.argv[1:] if word != "--background"]
-    with log.open("a") as out:
-        started = subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, __file__, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return f"{started.pid}, output in {log}"
-
-
 def cells() -> Iterator[Cell]:
     """Every run, the most informative first."""
     seen = set()
@@ -158,41 +117,6 @@ def late(age: int, times: Sequence[float], seed: int, arms: Sequence[str]) -> It
                 yield Cell(arm, age, share, share * BORDER[age], seed)
 
 
-def run_first_free() -> bool:
-    """Run the first cell that has no line and that no other process has taken, if there is one.
-
-    Only lines of this machine's start count: a machine whose start differs has the study anew."""
-    model = start()
-    digest = start_digest(model)
-    for cell in cells():
-        name = ", ".join(map(str, cell.key))
-        with locked(CLAIMS / f"step_bound, {name}") as own:
-            if own and cell.key not in {_key(r) for r in lines(FILE) if r["start"] == digest}:
-                line = run(cell, model)
-                with FILE.open("a") as out:
-                    out.write(json.dumps(line) + "\n")
-                kept = {k: line[k] for k in ("final", "mean", "kl", "held", "seconds")}
-                print(f"{name}: {kept}", flush=True)
-                return True
-    return False
-
-
-def start() -> Path:
-    """The model that every run begins from, made once a machine."""
-    folder = CLAIMS / "step_bound-start"
-    while not folder.exists():
-        with locked(CLAIMS / "step_bound-start.lock") as own:
-            if own and not folder.exists():
-                make_start(folder, START)
-        time.sleep(0.0 if own else WAIT_S)
-    return folder
-
-
-def start_digest(model: Path) -> str:
-    """SHA-256 of the weights that runs begin from."""
-    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
-
-
 def run(cell: Cell, model: Path) -> Line:
     """Run a cell and sum it up. `curve`: held-out reward by step; `samples`, `answer_kl` and
     `scale`: by step, four significant digits."""
@@ -210,7 +134,8 @@ def run(cell: Cell, model: Path) -> Line:
     )
     lm = rank.engine.policy.lm
     curve, found = [(0, held_out(lm))], []
-    for step, reward, row in late_steps(rank, STEPS, cell.seed, cell.age, arm.phase):
+    sampled = partial(batch, lm, cell.seed)
+    for step, reward, row in late_steps(rank, STEPS, cell.age, arm.phase, sampled):
         # without a bound no factor is in the row; vcpo's own is in the rate
         kl, share = row["step_bound/answer_kl"], row.get("step_bound/scale", 1.0)
         found.append([float(f"{value:.4g}") for value in (reward, kl, share)])
@@ -301,27 +226,30 @@ def tables(found: Sequence[Line]) -> list[str]:
     return made
 
 
-def block(found: Sequence[Line]) -> str:
-    """How many runs there are, the statements, and tables by age."""
-    wanted = list(cells())
-    keys = {cell.key for cell in wanted}
-    counted = Counter(line["start"] for line in found if _key(line) in keys).most_common(1)
-    kept = [r for r in found if _key(r) in keys and r["start"] == counted[0][0]]
-    said = [f"**{len(kept)} of {len(wanted)} runs are there.** Nothing is claimed beyond them."]
-    if kept:
-        begin = fmean(line["curve"][0][1] for line in kept)
-        said.append(
-            f"Held-out reward at the start: {begin:.3f}. Each entry: held-out reward at the end, "
-            "its mean over the four evaluations; mean D in nats; steps held (number of seeds)."
-        )
-    said += [*tables(kept), table(hypotheses(kept))]
-    if refused := len(found) - len(kept):
-        said.append(f"{refused} lines are not counted: they began from another model.")
-    digest = source_digest(ROOT, SOURCES)
-    if old := sum(line["sources"] != digest for line in kept):
-        said.append(f"{old} runs were made by earlier sources than today's.")
-    return "\n\n".join(said)
+def block(found: Sequence[Line]) -> list[str]:
+    """The start, the tables by age, and the statements."""
+    if not found:
+        return [table(hypotheses(found))]
+    begin = fmean(line["curve"][0][1] for line in found)
+    said = (
+        f"Held-out reward at the start: {begin:.3f}. Each entry: held-out reward at the end, "
+        "its mean over the four evaluations; mean D in nats; steps held (number of seeds)."
+    )
+    return [said, *tables(found), table(hypotheses(found))]
 
+
+STUDY = Study(
+    name="step_bound",
+    file=results("step_bound"),
+    page=PAGES / "step_bound.md",
+    start=CLAIMS / "step_bound-start",
+    make_start=partial(make_start, least=START),
+    cells=cells,
+    run=run,
+    key=_key,
+    tables=block,
+    sources=SOURCES,
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main(__doc__)

@@ -22,7 +22,8 @@ class Digits(ProceduralTask):
     all its numbers are used.
 
     `credit`: reward of a wrong answer. none: 0; digits: the share of digits in their place (the
-    part "correct" stays 0 or 1), so that long answers give a signal to learn from.
+    part "correct" stays 0 or 1), so that long answers give a signal to learn from. `free`: tokens
+    that may follow the answer and that are not judged; in worked answers they are random digits.
     """
 
     name = "digits"
@@ -34,6 +35,7 @@ class Digits(ProceduralTask):
         max_digits: int = 8,
         op: str = "sort",
         credit: str = "none",
+        free: int = 0,
         seed: int = 0,
     ) -> None:
         integer("min_digits", min_digits, 1, LONGEST)
@@ -44,6 +46,7 @@ class Digits(ProceduralTask):
         self._lengths = range(min_digits, max_digits + 1)
         self._op = OPERATIONS[one_of("op", op, OPERATIONS)]
         self._credit = one_of("credit", credit, ("none", "digits"))
+        self._free = integer("free", free, 0, LONGEST)
         super().__init__({str(length): _count(length) for length in self._lengths}, seed)
 
     def problem(self, stratum: int, rank: int) -> Item:
@@ -52,12 +55,20 @@ class Digits(ProceduralTask):
 
     def grade(self, item: Item, response: str) -> Grade:
         answer = response.strip()
+        if self._free:
+            answer = answer[: len(item.answer)]
         correct = float(answer == item.answer)
         if self._credit == "none":
             return Grade(correct, {"correct": correct}, answer=answer)
         places = max(len(answer), len(item.answer))
         share = sum(a == b for a, b in zip(answer, item.answer)) / places
         return Grade(share, {"correct": correct}, answer=answer)
+
+    def worked_answer(self, item: Item) -> str:
+        if not self._free:
+            return item.answer
+        drawn = hashlib.shake_256(f"free/{item.question}".encode()).digest(self._free)
+        return item.answer + "".join(str(byte % 10) for byte in drawn)
 
     def alphabet(self) -> str | None:
         return "0123456789="

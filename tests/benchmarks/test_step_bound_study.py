@@ -1,12 +1,16 @@
 """The study of the step bound: its runs, its verdicts, and the ages of its samples."""
 
 import json
+from functools import partial
 from statistics import fmean
 
 import late_learner
+import numpy as np
 import pytest
 import step_bound_study as study
 from late_learner import Problem, Sampled
+
+TOP = np.zeros((2, 0))
 
 
 def line(cell, final):
@@ -50,9 +54,9 @@ def test_a_statement_needs_its_gate():
 def test_the_page_counts_the_runs_of_one_start():
     lines = ended()[:5]
     lines[0]["start"] = "b"
-    assert "**4 of 237 runs are there.**" in study.block(lines)
-    assert "1 lines are not counted" in study.block(lines)
-    assert "**0 of 237 runs are there.**" in study.block([])
+    assert "**4 of 237 runs are there.**" in study.STUDY.block(lines)
+    assert "1 lines are not counted" in study.STUDY.block(lines)
+    assert "**0 of 237 runs are there.**" in study.STUDY.block([])
 
 
 def test_a_reward_is_the_share_of_characters_at_their_places():
@@ -80,9 +84,14 @@ def test_samples_have_the_age_that_is_asked_for(monkeypatch, lag, phase):
     monkeypatch.setattr(
         late_learner,
         "sample",
-        lambda lm, asked, seed: [Sampled([4, 1], [0.0, 0.0], 0.5)] * len(asked),
+        lambda lm, asked, *_: [Sampled([4, 1], [0.0, 0.0], 0.5, TOP, TOP)] * len(asked),
     )
-    rows = [row for _, _, row in late_learner.late_steps(Rank(), 24, 0, lag, phase)]
+    rows = [
+        row
+        for _, _, row in late_learner.late_steps(
+            Rank(), 24, lag, phase, partial(late_learner.batch, None, 0)
+        )
+    ]
     assert [r["age"] for r in rows] == [min(lag, r["begun"]) for r in rows]
     assert len(rows) == 24
 

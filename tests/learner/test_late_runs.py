@@ -1,6 +1,7 @@
 """A learner that loses its policy on late samples, and keeps it with the step bound: the learner
 itself, on answers of an exact age that it samples in this process."""
 
+from functools import partial
 from statistics import fmean
 
 import late_learner
@@ -24,7 +25,8 @@ def last_rewards(start, lr, seed, bound):
     """Mean reward of the last five batches of a run with tis."""
     spec = LearnerSpec(lr=lr, lr_warmup_steps=3, betas=(0.9, 0.95), step_bound=bound)
     rank = late_learner.learner(start, spec, STEPS, seed, lag=AGE, corrections={"tis": {}})
-    steps = list(late_learner.late_steps(rank, STEPS, seed, AGE, 1))
+    sampled = partial(late_learner.batch, rank.engine.policy.lm, seed)
+    steps = list(late_learner.late_steps(rank, STEPS, AGE, 1, sampled))
     return fmean(reward for _, reward, _ in steps[-5:])
 
 

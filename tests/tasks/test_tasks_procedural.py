@@ -291,3 +291,17 @@ def test_arithmetic_pays_a_wrong_number_for_its_right_digits_and_words_nothing()
         grade = task.grade(item, response)
         assert grade.reward == pytest.approx(reward)
         assert grade.parts == {"correct": float(reward == 1.0)}
+
+
+def test_free_tokens_after_the_digits_are_not_judged_and_random_in_worked_answers():
+    task = make_task("digits", {"min_digits": 10, "max_digits": 10, "free": 16})
+    item = task.item("train", 3)
+    worked = task.worked_answer(item)
+    assert worked == task.worked_answer(item) and worked.startswith(item.answer)
+    assert len(worked) == 26 and len(set(worked[10:])) > 3
+    assert worked[10:] != task.worked_answer(task.item("train", 4))[10:]
+    for response in (worked, item.answer, item.answer + "=="):
+        assert task.grade(item, response).reward == 1.0
+    for response in ("x" + worked, item.answer[:-1], ""):
+        assert task.grade(item, response).reward == 0.0
+    assert make_task("digits", {}).grade(item, item.answer + "1").reward == 0.0
