@@ -121,7 +121,6 @@ class Ledger:
         return ledger
 
 
-ROUNDING = 1e-12  # of the largest, as advantages are snapped
 FILTERED_EQUAL = "filtered_equal_rewards"
 TOO_FEW = "too_few_samples"
 LEAST_SAMPLES = 2  # with fewer usable samples, a group of two or more has nothing to compare
@@ -130,7 +129,7 @@ LEAST_SAMPLES = 2  # with fewer usable samples, a group of two or more has nothi
 def all_equal(rewards: Sequence[float]) -> bool:
     """Such a group has no advantage to learn from (dynamic sampling; DAPO, arXiv:2503.14476, eq.
     11): rewards that differ by the rounding of a sum alone have none either."""
-    return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING)
+    return math.isclose(min(rewards), max(rewards), rel_tol=1e-12)
 
 
 def highest(rewards: Sequence[float], count: int) -> list[int]:

@@ -23,7 +23,6 @@ CHOICES = (False, True, "programs")
 TIMEOUT_S, MEMORY_MIB = 5.0, 1024
 TRIED = 2  # problems on which an isolated grader is tried
 DANGEROUS = frozenset(
-    # sympy's functions evaluate a text that they are given
     {"eval", "exec", "sympy", "parse_expr", "parse_latex", "sympify", "lambdify", "literal_eval"}
     | {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "unsafe_load", "runpy"}
     | {"subprocess", "popen", "system", "import_module", "__import__", "numexpr"}
@@ -138,13 +137,12 @@ def _sources(grader: str) -> Iterator[str]:
     seen = set(left)
     while left:
         file = left.pop()
-        if file.suffix != ".py" or not file.is_file():
-            continue
-        source = file.read_text()
-        yield source
-        beside = {file.parent / f"{name}.py" for name in named(source)} - seen
-        seen |= beside
-        left += beside
+        if file.suffix == ".py" and file.is_file():
+            source = file.read_text()
+            yield source
+            beside = {file.parent / f"{name}.py" for name in named(source)} - seen
+            seen |= beside
+            left += beside
 
 
 def named(source: str) -> set[str]:
