@@ -9,8 +9,7 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """One sentence naming the config key, the value and what would be accepted. The exit code is
-    2."""
+    """One sentence naming the config key, the value and what would be accepted. Exit code 2."""
 
     def __init__(self, message: str, parts: tuple[str, ...] = ()) -> None:
         """`parts`: the sentences of a message that holds several."""
@@ -53,8 +52,7 @@ class Faults:
 
 
 class DeadlineExceeded(RuntimeError):
-    """A wait ran out. The message says what was waited for, for how long, and which key sets the
-    limit."""
+    """A wait ran out: the message says of what, for how long, and which key limits it."""
 
 
 class StageError(RuntimeError):

@@ -400,8 +400,7 @@ def _address(bind: str, advertise: str | None) -> Address:
 
 
 def _tell_clients(server: SessionServer) -> None:
-    """Set the environment variables that clients in this process read; it serves this session
-    alone."""
+    """Set the environment variables that clients in this process read; it serves one session."""
     os.environ["OPENAI_BASE_URL"] = server.base_url
     os.environ["OPENAI_API_KEY"] = server.api_key
     os.environ["ANTHROPIC_BASE_URL"] = server.base_url.removesuffix("/v1")

@@ -157,8 +157,7 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
 
 
 def check(config: RunConfig) -> RunConfig:
-    """Return the configuration, or raise UserError for the first combination that makes no
-    sense."""
+    """Return the configuration, or raise UserError for the first impossible combination."""
     for rule in RULES:
         rule(config)
     return config

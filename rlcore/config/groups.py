@@ -170,8 +170,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def setting_names(config_dir: str | Path | None = None) -> list[str]:
-    """Return the names that arguments of a run's configuration may use: its groups and its dotted
-    keys."""
+    """Return the names that arguments of a run may use: its groups and its dotted keys."""
     return [*groups(config_dir), *keys()]
 
 

@@ -107,8 +107,7 @@ def _within(key: str, topic: str) -> bool:
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a run with its declaration; a key that two forms of a section share is listed
-    once."""
+    """Every key of a run with its declaration; a key of two forms of a section is listed once."""
     seen: set[str] = set()
     for key, info in _keys(RunConfig, ""):
         if key not in seen:

@@ -136,8 +136,7 @@ _CHECKED = {"staleness": _staleness, "pages": _pages, "layers": _layers, "share"
 
 
 def _of_the_run(spec: CorrectionSpec) -> bool:
-    """Return whether a correction applies to all samples or none, since it is more than weights and
-    masks."""
+    """Return whether a correction applies to all samples or none, unlike weights and masks."""
     whole = spec.leads_to_new or bool(spec.inner_clip_off) or bool(spec.replaces_advantage)
     return whole or isinstance(spec, DvpSpec)
 

@@ -293,8 +293,7 @@ def results(data: Any, asked: Any) -> dict[str, Any]:
 
 
 def verdict(statement: Statement, result: dict[str, Any], axioms: frozenset[str]) -> RewardVerdict:
-    """Read Lean's answer on one source as a verdict. Raises Unjudged if it is not an answer on the
-    proof."""
+    """Read Lean's answer on one source as a verdict. Raises Unjudged if it does not answer."""
     error = result.get("error")
     if error:
         if LATE in str(error):

@@ -12,8 +12,7 @@ PROCESS_CLOCK = 2  # of another process: what its threads and it have used of th
 
 class Tally:
     """The facts that the server needs of a runner's children to charge for them: the one that runs,
-    and the seconds of ended ones. They are in memory that the runner shares with it, and no
-    child."""
+    and the seconds of ended ones. They are in memory that runner and server share alone."""
 
     SIZE = 32
     FORM = struct.Struct("=qdd")

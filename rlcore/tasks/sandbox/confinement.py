@@ -318,8 +318,7 @@ def _system_call_filter(calls: Sequence[int]) -> bytes:
 
 def _allowlist(numbers: Collection[int]) -> list[tuple[int, int, int, int]]:
     """Instructions that allow these calls and pass others on to what follows. It is a search by
-    ranges, since the kernel translates a filter each time it is installed, and tries it on every
-    call."""
+    ranges, since the kernel translates a filter as it is installed, and tries it at each call."""
     edges = [n for n in range(max(numbers) + 2) if (n in numbers) != (n - 1 in numbers)]
 
     def search(low: int, high: int) -> list[tuple[int, int, int, int]]:

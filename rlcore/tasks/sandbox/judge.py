@@ -351,8 +351,7 @@ class Judge:
             return ["raised", type(error).__name__, str(error)[:300]]
 
     def _exception(self, kind: Any, text: str, args: list[Any], own: dict[str, Any]) -> Exception:
-        """Return the program's exception; closes the program for one that is not an error of a
-        program."""
+        """Return the program's exception; closes the program for one that is not its error."""
         raised = self._decode(kind)
         if not issubclass(raised, Exception) or issubclass(raised, CONTROL):
             raise self._close(f"the program raised {raised.__name__}")

@@ -32,8 +32,7 @@ SCRIPT, MODULE = "main.py", "solution"
 
 
 class Program:
-    """The names that the program sees and defines, and its own objects that the judge knows by
-    number."""
+    """The names that the program sees and defines, and its objects that the judge numbers."""
 
     def __init__(self, channel: Channel, names: dict[str, Any], nodes: tuple[str, ...]) -> None:
         self._channel = channel
