@@ -576,7 +576,7 @@ FILES: list[Case] = [
     ("outside its vocab_size", masked(mask_token_id=8), masked(mask_token_id=7)),
     ("has no mask_token_id", masked(mask_token_id=None), masked()),
     ("choose format=rounded", blocks(20), blocks(20, "rounded")),
-    ("export it before", key("RL_KEY"), key("RL_KEY", RL_KEY="x")),
+    ("Export it before", key("RL_KEY"), key("RL_KEY", RL_KEY="x")),
     ("leave the setting null", key("RL_KEY"), key(None)),
     ("learner.max_threads=null", threads(True), threads(False)),
     ("low must be below", clipped(5.0), clipped(1.0)),

@@ -42,7 +42,7 @@ SECTIONS = [
     ),
     (
         "correction=[centre,tis] correction.tis.level=sequence",
-        "use tis",
+        "Use tis",
         "correction.tis.level=token",
     ),
     ("correction=[centre] algorithm=gspo", "use algorithm.loss=ppo", "algorithm.loss=ppo"),

@@ -122,7 +122,7 @@ SETTINGS = [
         "give less",
         "teacher.engine.timeout_s=60",
     ),
-    ("teacher=frozen teacher.paths={x:/m}", "no task of the run", "teacher.paths={digits:/m}"),
+    ("teacher=frozen teacher.paths={x:/m}", "not a task of the run", "teacher.paths={digits:/m}"),
     (TEACHER + "teacher.engine.num_gpus=1", "use teacher=engine", "teacher=engine"),
     (TEACHER + "teacher.engine.num_gpus=1", "or leave them out", "-teacher.engine"),
     # tasks
