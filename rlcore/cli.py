@@ -140,7 +140,7 @@ def _sweep(given: Given) -> int:
 
     config_dir = given.text("config_dir")
     found = jobs(given.settings, config_dir)
-    return sweep(found, config_dir, dry_run=given.flag("dry_run"))
+    return sweep(found, config_dir, dry_run=given.flag("dry_run"), warm=given.flag("warm"))
 
 
 def _try(given: Given) -> int:

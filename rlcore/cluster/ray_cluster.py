@@ -7,7 +7,9 @@ import contextlib
 import math
 import os
 import re
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,8 +19,9 @@ import ray
 from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from rlcore.cluster.specs import RaySpec, joined_address, named_address
+from rlcore.cluster.specs import RaySpec, joined_address, named_address, python_words
 from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.lazy import torch
 from rlcore.patching import Patch
 from rlcore.reasons import message_of, reason
 
@@ -56,7 +59,20 @@ _UNUSED = "to start no process that a local cluster has no use for"
 # Its server starts even with include_dashboard=False, and ray.init waits for it.
 DASHBOARD = Patch("ray._private.node:Node", "start_api_server", _UNUSED, _RAY)
 AUTOSCALER = Patch("ray._private.node:Node", "start_monitor", _UNUSED, _RAY)
-PATCHES = (CONSOLE_POPEN, ONLY_LOOPBACK, SKIPPED_OUTPUT, DASHBOARD, AUTOSCALER)
+WORKER_THREADS = Patch(
+    "ray._private.utils",
+    "set_omp_num_threads_if_unset",
+    "since a fork's torch has read OMP_NUM_THREADS before Ray sets it",
+    _RAY,
+)
+PATCHES = (
+    CONSOLE_POPEN,
+    ONLY_LOOPBACK,
+    SKIPPED_OUTPUT,
+    DASHBOARD,
+    AUTOSCALER,
+    WORKER_THREADS,
+)
 
 
 @contextlib.contextmanager
@@ -342,8 +358,8 @@ def _own_processes(own: list[int]) -> Iterator[None]:
     groups, and without the ones that nothing here uses."""
     popen = services.ConsolePopen
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        process = popen(*args, process_group=0, **kwargs)
+    def noted(command: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        process = popen(_warm(command), *args, process_group=0, **kwargs)
         own.append(process.pid)
         return process
 
@@ -352,6 +368,25 @@ def _own_processes(own: list[int]) -> Iterator[None]:
 
     with CONSOLE_POPEN.replaced(noted), DASHBOARD.replaced(skip), AUTOSCALER.replaced(skip):
         yield
+
+
+def _warm(command: Sequence[str]) -> list[str]:
+    """The command of the raylet, whose workers are forks where a sweep has a server of them."""
+    start = "--python_worker_command="
+    before, after = f"{start}{sys.executable} ", f"{start}{shlex.join(python_words())} "
+    return [word.replace(before, after) if word.startswith(before) else word for word in command]
+
+
+def follow_threads() -> None:
+    """In a worker that has torch before Ray gives it CPUs: take the threads that Ray sets then."""
+
+    def follow() -> bool:
+        was_set = bool(before())
+        if was_set:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return was_set
+
+    before = WORKER_THREADS.replace(follow)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
@@ -12,6 +14,7 @@ from rlcore.spec import Spec, Unread, setting
 from rlcore.weights.specs import TransportSpec
 
 LOCAL = "local"  # cluster.address of a run that joins none
+WARM = "RLCORE_WARM"  # variable: the socket of a server of forks (warm.py)
 
 
 class RaySpec(Spec):
@@ -52,6 +55,14 @@ def named_address(address: str | None) -> str:
     """The setting that names the joined cluster, as a sentence shows it."""
     found = joined_address(address)
     return f"cluster.address={found}" if address else f"cluster.address=null (RAY_ADDRESS={found})"
+
+
+def python_words() -> list[str]:
+    """The beginning of a command in place of python's: a fork does the rest, where there is a
+    server."""
+    server = os.environ.get(WARM)
+    script = str(Path(__file__).with_name("warm.py"))
+    return [sys.executable] if server is None else [sys.executable, "-I", "-S", script, server]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Literal
 
+from rlcore.cluster.specs import joined_address, python_words
+from rlcore.cluster.warm import Nursery
 from rlcore.commands.launching import launch
 from rlcore.commands.owner import own
 from rlcore.config.compose import load
@@ -27,6 +29,18 @@ from rlcore.spec import refuse
 
 SUBMITTED = "submitted"  # file in the folder of a run that a scheduler has taken
 STOPPED = 130
+# What runs on CPUs import, for processes that are forked with it. Settings of vLLM's environment
+# come first, and DeepSpeed before vLLM, which puts a placeholder in the place of triton.
+IMPORTS = (
+    "rlcore.rollout.engines.vllm",
+    "deepspeed",
+    "peft",
+    "rlcore.learner.rank",
+    "rlcore.learner.engines.deepspeed",
+    "rlcore.rollout.engines.vllm.engine",
+    "vllm.v1.worker.cpu_worker",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
 State = Literal["finished", "failed", "submitted", "stopped"]
 Start = Callable[[Sequence[str]], int]
 
@@ -86,11 +100,17 @@ def jobs(words: Sequence[str], config_dir: str | None = None) -> list[Job]:
 
 
 def sweep(
-    found: Sequence[Job], config_dir: str | None, *, dry_run: bool, start: Start | None = None
+    found: Sequence[Job],
+    config_dir: str | None,
+    *,
+    dry_run: bool,
+    warm: bool = False,
+    start: Start | None = None,
 ) -> int:
     """Do the runs one after another, or submit each where `cluster.launch` names a scheduler.
 
-    Runs that have finished are skipped, others are resumed. Returns 0 if all have finished or were
+    Runs that have finished are skipped, others are resumed. With `warm`, processes of runs on this
+    machine's CPUs are forks of one that has their imports. Returns 0 if all have finished or were
     submitted, 1 if one failed, 130 if the sweep was stopped.
     """
     if dry_run:
@@ -102,7 +122,19 @@ def sweep(
     with own(folder, "rlcore sweep", takeover_after_s=after_s) as owner:
         if owner.news:
             print(owner.news)
-        return _sweep(found, config_dir, start or _start)
+        if not warm or sum(on_cpus_here(job.config) for job in found if not job.finished) < 2:
+            return _sweep(found, config_dir, start or _start)
+        with TemporaryDirectory(prefix="rlcore-") as made, Nursery(Path(made), IMPORTS):
+            return _sweep(found, config_dir, start or _start)
+
+
+def on_cpus_here(config: RunConfig) -> bool:
+    """True for a run whose processes may be forks: none has a GPU, an engine of the user's own, or
+    is on another machine."""
+    cpus = config.learner.device == "cpu" and all(a.on_cpu for a in config.actor.values())
+    usual = {actor.engine for actor in config.actor.values()} == {"vllm"}
+    here = config.cluster.launch.kind == "local" and joined_address(config.cluster.address) is None
+    return cpus and usual and here
 
 
 def _sweep(found: Sequence[Job], config_dir: str | None, start: Start) -> int:
@@ -151,9 +183,9 @@ def _start(command: Sequence[str]) -> int:
     """Run one job and wait for it. A signal to the sweep is passed on, so that the run ends with a
     checkpoint."""
     # The environment of this command has it, its PATH perhaps not.
-    words = (
-        [sys.executable, "-m", "rlcore.cli", *command[1:]] if command[0] == "rlcore" else command
-    )
+    words = list(command)
+    if command[0] == "rlcore":
+        words = [*python_words(), "-m", "rlcore.cli", *command[1:]]
     # A session of its own: Ctrl-C would otherwise reach the run twice, and the second one kills.
     process = subprocess.Popen(words, start_new_session=True)
     stopped = False

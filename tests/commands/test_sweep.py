@@ -9,7 +9,8 @@ import pytest
 from timing import deadline
 
 from rlcore.cli import main
-from rlcore.commands.sweep import jobs, sweep
+from rlcore.commands.sweep import jobs, on_cpus_here, sweep
+from rlcore.config.compose import load
 from rlcore.errors import UserError
 
 WORDS = ["experiment=quickstart", "schedule.steps=3", "run_dir=s"]
@@ -114,6 +115,19 @@ def test_a_dry_run_lists_what_would_be_done(capsys):
     shown = capsys.readouterr().out
     assert "seed-0: rlcore train" in shown and "seed-1: finished" in shown
     assert not Path("s/seed-0").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "forks"),
+    [
+        ([], True),
+        (["actor.bf16.num_gpus=1"], False),
+        (["cluster=slurm"], False),
+        (["cluster.address=h:6379"], False),
+    ],
+)
+def test_runs_on_this_machine_s_cpus_may_be_forks(words, forks):
+    assert on_cpus_here(load([*WORDS, *words])) == forks
 
 
 def test_schedulers_get_each_run_once(monkeypatch, capsys):
