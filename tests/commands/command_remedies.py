@@ -241,7 +241,6 @@ WITHOUT = {
     r"is in use by|is owned by": OTHER + "test_owner.py",
     r"cannot be written: .*\.$": FACT,
     r"advises a mix, and actor": FACT,
-    r"cannot be planned: the time of a companion": OTHER + "test_plan.py",
     r"measure runs that have the same|measure a run of each kind": OTHER + "test_plan_measure.py",
     r"runs=.* is not a run directory": FACT,
     r"is too small for an engine|are too few": USER,

@@ -218,6 +218,6 @@ WITHOUT = {
     r"where .* has .*: omit|cannot be resumed with": OTHER + "test_config_resuming.py",
     r"lacks .*: set": OTHER + "test_engines.py",
     r"has two tasks of the label": OTHER + "test_task_mixture.py",
-    r"is no draft actor of the run": "only a draft has a model: it names another run",
+    r"draft actor of the run": "only a draft has a model: it names another run",
     r"kind=draft, whose run has a further engine": "it names no change: another run is meant",
 }
