@@ -156,7 +156,8 @@ def serve(path: str, modules: Sequence[str]) -> None:
     """Import the modules, then fork on request; in a fork, be the process that was asked for."""
     before = dict(os.environ)
     # Ray reads its environment once, when it is imported: each fork imports it. vLLM does without.
-    sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
+    absent: Any = None
+    sys.modules.setdefault("ray", absent)
     for module in modules:
         importlib.import_module(module)
     del sys.modules["ray"]

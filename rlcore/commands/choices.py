@@ -12,7 +12,7 @@ from rlcore.commands.preflight import make_tasks, tokenizer_of
 from rlcore.commands.trial import TRIAL_S, Tried, try_answers
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
-from rlcore.interfaces import Task
+from rlcore.interfaces import Split, Task
 from rlcore.models.text import encode_prompt
 from rlcore.spare_cores import cores
 
@@ -74,7 +74,7 @@ def completed(
     return [*chosen, *words], ["rlcore: chosen (a word of yours goes before each):", *lines]
 
 
-def look(config: RunConfig, *, trial: bool, part: str = "train") -> Facts:
+def look(config: RunConfig, *, trial: bool, part: Split = "train") -> Facts:
     """Measure the model, this machine and the rows, and, with `trial`, answers of the model to
     problems of this part."""
     from rlcore.cluster.ray_cluster import local_gpus
@@ -115,7 +115,7 @@ def with_length(config: RunConfig, by_user: Sequence[str]) -> tuple[RunConfig, s
     return config.model_copy(update={"rollout": rollout}), f"{key}={new} is chosen: {why}"
 
 
-def _longest(config: RunConfig, task: Task, tokenizer: Any, part: str) -> int:
+def _longest(config: RunConfig, task: Task, tokenizer: Any, part: Split) -> int:
     count = min(PROMPTS, task.size(part) or PROMPTS)
     asked = (task.item(part, index) for index in range(count))
     return max(

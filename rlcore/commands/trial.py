@@ -8,7 +8,7 @@ from typing import Any
 
 from rlcore.commands.try_task import Response, Trial, graded
 from rlcore.config.schema import RunConfig
-from rlcore.interfaces import Task
+from rlcore.interfaces import Split, Task
 from rlcore.models.text import decode_response, encode_prompt, end_ids, padding
 from rlcore.seeding import derive_seed
 from rlcore.spare_cores import asked_cores
@@ -38,7 +38,7 @@ class Tried:
 
 
 def try_answers(
-    config: RunConfig, task: Task, tokenizer: Any, limit: int, part: str = "train"
+    config: RunConfig, task: Task, tokenizer: Any, limit: int, part: Split = "train"
 ) -> Tried:
     """Sample 4 answers to each of the first 8 problems of a part of the task, at the run's
     temperature, and grade them with the run's graders."""
