@@ -29,6 +29,7 @@ from late_learner import (
     IDS,
     MOST,
     SAMPLES,
+    batch,
     held_out,
     late_steps,
     learner,
@@ -45,6 +46,7 @@ from rlcore.metrics.specs import WarningsSpec
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.types import Group
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "results" / "alarms_cpu.jsonl"
@@ -85,7 +87,7 @@ def cells() -> Iterator[Cell]:
 def run(cell: Cell, start: Path) -> dict[str, Any]:
     """Run a cell. `final`: held-out reward; `rows`: by step, columns NAMES."""
     names = [name for name in cell.corrections if name != "none"]
-    dppo = {"advantage": "grpo", "loss": "reinforce"} if "dppo" in names else {}
+    dppo = ObjectiveSpec(advantage="grpo", loss="reinforce")
     rank = learner(
         start,
         LearnerSpec(lr=cell.lr, lr_warmup_steps=3, betas=(0.9, 0.95), step_bound=None),
@@ -93,15 +95,20 @@ def run(cell: Cell, start: Path) -> dict[str, Any]:
         cell.seed,
         lag=cell.age,
         corrections={name: {} for name in names},
-        objective=ObjectiveSpec(**dppo),
+        objective=dppo if "dppo" in names else None,
     )
+    lm: Any = rank.engine.policy.lm
+
+    def sampled(number: int, version: int) -> list[Group]:
+        return batch(lm, cell.seed, number, version)
+
     rows = []
-    for step, reward, row in late_steps(rank, STEPS, cell.seed, cell.age, 1):
+    for step, reward, row in late_steps(rank, STEPS, cell.age, 1, sampled):
         tokens = row["mismatch/tokens"] / (GROUPS * SAMPLES)
         own = {"reward/mean": reward, "response_length/mean": tokens}
         found = row | own | {"staleness/mean": float(min(step - 1, cell.age))}
         rows.append([float(f"{found[name]:.4g}") for name in NAMES])
-    final = held_out(rank.engine.policy.lm)
+    final = held_out(lm)
     return {**asdict(cell), "final": final, "machine": machine(), "rows": rows}
 
 
@@ -110,7 +117,8 @@ def make_start(folder: Path, least: float = 0.6) -> None:
     fresh = folder.with_name(folder.name + "-fresh")
     build_fresh_model(fresh, ALPHABET, SHAPE, seed=3, max_len=2 * MOST + 16)
     rank = learner(fresh, LearnerSpec(lr=1e-3, lr_warmup_steps=20, betas=(0.9, 0.95)), 400, 5)
-    lm, step = rank.engine.policy.lm, 0
+    lm: Any = rank.engine.policy.lm
+    step = 0
     while step % 20 or held_out(lm) < least:
         asked = problems(5, "start", step, GROUPS * SAMPLES)
         answers = ([*(IDS[c] for c in p.answer), END] for p in asked)
