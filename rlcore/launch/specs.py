@@ -223,9 +223,10 @@ class LaunchSpec(Spec):
             bool(wrong),
             f"{key}.container_mounts={wrong} is not accepted: write SOURCE:TARGET, both absolute.",
         )
+        array = (self.sbatch | self.learner_sbatch).get("array")
         refuse(
-            "array" in self.sbatch,
-            f"{key}.sbatch.array={self.sbatch.get('array')} is not accepted, since all tasks of an "
+            array is not None,
+            f"{key}.sbatch.array={array} is not accepted, since all tasks of an "
             "array would write to one run_dir: use rlcore sweep, which submits a job for each "
             "combination of values.",
         )

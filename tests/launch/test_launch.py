@@ -75,6 +75,8 @@ def test_settings_that_do_not_fit_name_their_key(settings, run_dir, message):
 def test_an_array_is_refused_for_a_sweep():
     with pytest.raises(UserError, match=r"sbatch\.array=0-3 is not accepted.*rlcore sweep"):
         LaunchSpec(kind="slurm", sbatch={"array": "0-3"}).check("cluster.launch")
+    with pytest.raises(UserError, match="rlcore sweep"):
+        LaunchSpec(kind="slurm", learner_sbatch={"array": "0-3"}).check("cluster.launch")
 
 
 def test_numbers_are_accepted_where_text_is_meant(tmp_path):
