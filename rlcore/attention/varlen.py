@@ -16,7 +16,7 @@ no learner has attended by it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -49,14 +49,18 @@ class Sequences:
     longest: int
 
     @classmethod
-    def of(cls, position_ids: Tensor) -> Sequences:
-        """position_ids [R, W]: one row of packed sequences, each from 0 on, or R padded rows. Waits
-        for the device once."""
+    def of(cls, position_ids: Tensor, starts: Iterable[int] | None = None) -> Sequences:
+        """position_ids [R, W]: one row of packed sequences, each from 0 on, or R padded rows.
+
+        `starts`: where the sequences of one row begin; without them the host waits for the device.
+        """
         rows, width = position_ids.shape
         if rows == 1:
-            starts = torch.nonzero(position_ids[0] == 0)[:, 0]
-            bounds = torch.cat([starts, starts.new_tensor([width])]).int()
-            return cls(bounds, int(bounds.diff().max()))
+            found = starts
+            if found is None:
+                found = torch.nonzero(position_ids[0] == 0)[:, 0].tolist()
+            ends = torch.tensor([*found, width], dtype=torch.int32)
+            return cls(ends.to(position_ids.device), int(ends.diff().max()))
         # a row's padding follows its sequence and, as attention is causal, changes nothing in it
         bounds = torch.arange(rows + 1, device=position_ids.device, dtype=torch.int32) * width
         return cls(bounds, width)

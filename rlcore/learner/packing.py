@@ -238,7 +238,8 @@ class MicroBatch:
     episodes: Tensor  # [b] int64, index of each episode among those packed; empty for a dummy
     row: Tensor  # [N] int64, 0..b-1: the token's episode
     column: Tensor  # [N] int64, 0..T-1: the token's index among its episode's sampled tokens
-    prompt_lens: Tensor  # [s] int64, first observation of each sequence, in the order of the rows
+    # [s], on the host: first observation of each sequence, in the order of the rows
+    prompt_lens: tuple[int, ...]
     # [N] float32: `TokenSequence.sharper` of each token; None: 1 everywhere
     sharper: Tensor | None = None
     # in the shared layout: how attention reads its positions
@@ -252,6 +253,9 @@ class MicroBatch:
     # [s]: the pages that the actor of each sequence attended to, None for the learner's own rule;
     # None: everywhere
     page_rules: tuple[PageRule | None, ...] | None = None
+    # where the sequences of a packed row begin, on the host, which then waits for no device to lay
+    # attention out; None: of several rows, of shared prompts
+    starts: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -365,7 +369,8 @@ def dummy(token: int = 0, device: torch.device | str = "cpu") -> MicroBatch:
         episodes=nothing,
         row=nothing,
         column=nothing,
-        prompt_lens=torch.ones_like(zero),
+        prompt_lens=(1,),
+        starts=(0,),
     )
 
 
@@ -377,6 +382,7 @@ class _Laid:
     position_ids: np.ndarray  # [R, W]
     places: Sequence[np.ndarray]  # [L] int64 each
     shared: SharedRows | SharedTree | None = None
+    starts: tuple[int, ...] | None = None
 
 
 def _padded_rows(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
@@ -395,7 +401,8 @@ def _packed_row(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
     ends = np.cumsum(lengths)
     input_ids = np.concatenate([s.inputs for s in sequences])[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
-    return _Laid(input_ids, positions, [np.arange(e - n, e) for n, e in zip(lengths, ends)])
+    places = [np.arange(e - n, e) for n, e in zip(lengths, ends)]
+    return _Laid(input_ids, positions, places, starts=tuple((ends - lengths).tolist()))
 
 
 def _shared_row(
@@ -423,18 +430,19 @@ def _micro_batch(
         "episodes": np.array(batch),
         "row": np.repeat(np.arange(len(counts)), counts),
         "column": np.concatenate([np.arange(n) for n in counts]),
-        "prompt_lens": np.array([s.prompt_len for s in sequences]),
     }
     tensors = {n: torch.from_numpy(np.array(a, dtype=np.int64)) for n, a in arrays.items()}
     moved = {name: t.to(device) for name, t in tensors.items()}
     segments = _segments(sequences, laid, device)
     return MicroBatch(
         **moved,
+        prompt_lens=tuple(s.prompt_len for s in sequences),
         sharper=_sharper(sequences, device),
         shared=laid.shared,
         segments=segments,
         routes=_routes(sequences, laid, device),
         page_rules=_page_rules(sequences),
+        starts=laid.starts,
     )
 
 

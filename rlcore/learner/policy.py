@@ -4,7 +4,7 @@ chunked head pass."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,18 +139,20 @@ def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
     sequences."""
     cu_seqlens = None
     if mb.input_ids.shape[0] == 1:
-        starts = torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
+        starts = mb.starts
+        if starts is None:
+            starts = torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
         cu_seqlens = [*starts, mb.input_ids.shape[1]]
-    prompt_lens = mb.prompt_lens.tolist() if rule.needs_prompts else None
+    prompt_lens = mb.prompt_lens if rule.needs_prompts else None
     rules = None if mb.page_rules is None else [rule.under(own) for own in mb.page_rules]
     return SparseRows(rule, prompt_lens, cu_seqlens, rules)
 
 
-def _packed_mask(positions: Tensor) -> Tensor | None:
+def _packed_mask(positions: Tensor, starts: Sized | None) -> Tensor | None:
     """[1, 1, W, W] bool, of one row of packed sequences: what each position attends to; None for a
     single sequence, which is plainly causal."""
     sequence = (positions == 0).cumsum(0)
-    if sequence[-1] <= 1:
+    if (int(sequence[-1]) if starts is None else len(starts)) <= 1:
         return None
     same = sequence[:, None] == sequence[None, :]
     return same.tril()[None, None]
@@ -209,7 +211,7 @@ class Policy(nn.Module):
         made once for all of them."""
         rows = None
         if self.recurrent and mb.shared is None:
-            rows = SequenceRows.of(mb.position_ids)
+            rows = SequenceRows.of(mb.position_ids, mb.starts)
         told = {} if rows is None else {ROWS: rows}
         return told | self._attending(mb)
 
@@ -228,15 +230,15 @@ class Policy(nn.Module):
         if self.sparse is not None:
             return {"sparse_rows": sparse_rows(mb, self.sparse)}
         if implementation in PACKED:
-            return {"sequences": Sequences.of(mb.position_ids)}
+            return {"sequences": Sequences.of(mb.position_ids, mb.starts)}
         if implementation == "flash_attention_2" and mb.input_ids.shape[0] == 1:
             # otherwise transformers finds them in the positions, in every layer again
-            s = Sequences.of(mb.position_ids)
+            s = Sequences.of(mb.position_ids, mb.starts)
             bounds = {"cu_seq_lens_q": s.bounds, "cu_seq_lens_k": s.bounds}
             return {**bounds, "max_length_q": s.longest, "max_length_k": s.longest}
         if self.shards is not None and mb.input_ids.shape[0] == 1:
             # transformers would make it of the positions that this rank has
-            return {"whole_mask": _packed_mask(mb.position_ids[0])}
+            return {"whole_mask": _packed_mask(mb.position_ids[0], mb.starts)}
         return {}
 
     def forward(

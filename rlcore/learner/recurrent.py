@@ -13,6 +13,7 @@ would save the padding; transformers' own implementation in PyTorch ignores them
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,22 +35,23 @@ class SequenceRows:
     back: Tensor  # [W] int64, where each position of the packed row stands among the S*L
 
     @classmethod
-    def of(cls, position_ids: Tensor) -> SequenceRows | None:
+    def of(cls, position_ids: Tensor, known: Iterable[int] | None = None) -> SequenceRows | None:
         """position_ids [R, W], each sequence of a packed row from 0 on; None where rows hold one
-        sequence each."""
+        sequence each. `known`: where they begin; without it the host waits for the device."""
         if position_ids.shape[0] > 1:
             return None
         positions = position_ids[0]
-        starts = torch.nonzero(positions == 0)[:, 0]
+        if known is None:
+            known = torch.nonzero(positions == 0)[:, 0].tolist()
+        starts = torch.tensor([*known])
         if len(starts) <= 1:
             return None
-        width = len(positions)
-        lengths = torch.cat([starts[1:], starts.new_tensor([width])]) - starts
+        lengths = torch.cat([starts[1:], starts.new_tensor([len(positions)])]) - starts
         longest = int(lengths.max())
-        along = torch.arange(longest, device=starts.device)
-        rows = starts[:, None] + torch.minimum(along, lengths[:, None] - 1)
-        sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
-        return cls(rows, sequence * longest + positions)
+        rows = starts[:, None] + torch.minimum(torch.arange(longest), lengths[:, None] - 1)
+        sequence = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+        device = positions.device
+        return cls(rows.to(device), (sequence * longest).to(device) + positions)
 
 
 def separate(lm: Any) -> bool:

@@ -12,6 +12,7 @@ from learner_helpers import small_model
 from transformers import AutoModelForCausalLM
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.attention.varlen import Sequences
 from rlcore.errors import UserError
 from rlcore.extras.diffusion.llada import LladaConfig
 from rlcore.learner.batch import build_batch
@@ -20,6 +21,7 @@ from rlcore.learner.limits import ROOM, LayerSizes, most_positions
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import PassCosts, dummy, pack
 from rlcore.learner.policy import Policy, load_causal_lm, sparse_rows
+from rlcore.learner.recurrent import SequenceRows
 from rlcore.learner.sequences import TokenSequence, read_next_tokens
 from rlcore.learner.specs import LearnerSpec
 from rlcore.testing.records import make_group, make_trajectory
@@ -104,7 +106,7 @@ def test_sequences_and_episodes_without_sampled_tokens_are_left_out(layout):
     empty, full = _sequence(rng, [(3, 0)]), _sequence(rng, [(2, 2), (3, 1)])
     (mb,) = pack([(empty,), (empty, full), ()], 100, layout)
     assert mb.episodes.tolist() == [1] and mb.tokens == len(full) == 7
-    assert mb.column.tolist() == [0, 1, 2] and mb.prompt_lens.tolist() == [2]
+    assert mb.column.tolist() == [0, 1, 2] and mb.prompt_lens == (2,)
 
 
 @pytest.mark.parametrize("layout", ["sorted", "packed"])
@@ -262,3 +264,23 @@ def test_layouts_equal_the_plain_model(tmp_path):
 def test_a_dummy_has_a_position_and_no_episode():
     mb = dummy()
     assert len(mb.episodes) == 0 and len(mb.targets) == 1 and mb.tokens == 1
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed"])
+def test_the_host_knows_where_sequences_begin_without_asking_the_device(layout):
+    episodes = _episodes([[[(3, 2), (2, 2)], [(5, 1)]], [[(4, 4)]]])
+    (mb,) = pack(episodes, 100, layout)
+    if layout == "sorted":
+        assert mb.starts is None
+        return
+    assert list(mb.starts) == torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
+    by_value, known = Sequences.of(mb.position_ids), Sequences.of(mb.position_ids, mb.starts)
+    assert by_value.longest == known.longest and torch.equal(by_value.bounds, known.bounds)
+    rows, same = SequenceRows.of(mb.position_ids), SequenceRows.of(mb.position_ids, mb.starts)
+    assert torch.equal(rows.rows, same.rows) and torch.equal(rows.back, same.back)
+    # of a tensor without memory nothing can be read
+    nowhere = mb.position_ids.to("meta")
+    assert Sequences.of(nowhere, mb.starts).longest == known.longest
+    assert SequenceRows.of(nowhere, mb.starts).rows.shape == rows.rows.shape
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        Sequences.of(nowhere)

@@ -308,14 +308,14 @@ class ZeroEngine(TrainEngine):
         total = torch.stack([g.detach().float().square().sum() for g in grads]).sum().double()
         if self._stage > 0 and self._world_size > 1 and not self._whole_gradients:
             dist.all_reduce(total)
-        return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
+        return math.sqrt(total.item())
 
     def _divided_norm(self, parts: ModelParts) -> float:
         whole = self._stage == 0 or self._whole_gradients
         pairs = gradients_of(self._optimizer, self.policy)
         total = parts.squares(pairs, all_held=whole).double()
         dist.all_reduce(total, group=parts.group if whole else None)
-        return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
+        return math.sqrt(total.item())
 
     @property
     def _whole_gradients(self) -> bool:
