@@ -105,6 +105,21 @@ def _model(s: Setting) -> str:
     return str(build_fresh_model(s.folder / "trained", ALPHABET, shape, seed=0, max_len=512))
 
 
+def rank_of(model: str, *, small: bool, **own: Any) -> Any:
+    """One rank at ZeRO-2 that corrects by TIS, with the top 20 log-probs. `own`: of its
+    LearnerSpec."""
+    from rlcore.corrections.tis import TisSpec
+    from rlcore.learner.specs import LearnerJob, LearnerSpec
+    from rlcore.objectives.specs import ObjectiveSpec
+    from rlcore.testing.records import make_sampling
+
+    dtype = "float32" if small else "bfloat16"
+    spec = LearnerSpec(zero_stage=2, num_gpus=0 if small else 1, dtype=dtype, lr=1e-8, **own)
+    sampling = make_sampling(logprobs_k=20, max_new_tokens=512)
+    job = LearnerJob(model, spec, ObjectiveSpec(), {"tis": TisSpec()}, sampling, 10, 0, 0)
+    return _begun(job)
+
+
 def _begun(job: Any) -> Any:
     from rlcore.learner.rank import LearnerRank
     from rlcore.learner.specs import RankPlace

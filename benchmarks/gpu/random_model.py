@@ -50,7 +50,7 @@ def tokenizer(folder: Path, vocabulary: int) -> None:
     ).save_pretrained(folder)
 
 
-def random_model(shape: str, device: str) -> Any:
+def random_model(shape: dict[str, int], device: str) -> Any:
     """The model with channel 0 held constant, in bfloat16 on a GPU and float32 on a CPU."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -58,7 +58,7 @@ def random_model(shape: str, device: str) -> Any:
     torch.manual_seed(1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = Qwen3Config(
-        **SHAPES[shape],
+        **shape,
         max_position_embeddings=1 << 15,
         tie_word_embeddings=True,
         pad_token_id=PAD,
@@ -101,7 +101,7 @@ def main() -> None:
     import torch
 
     folder, shape, mean = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    model = random_model(shape, "cuda" if torch.cuda.is_available() else "cpu")
+    model = random_model(SHAPES[shape], "cuda" if torch.cuda.is_available() else "cpu")
     chance = end_once_in(model, mean)
     given = model.generation_config
     given.eos_token_id, given.pad_token_id, given.do_sample = EOS, PAD, True

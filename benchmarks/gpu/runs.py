@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -57,7 +58,8 @@ def parser(description: str | None, budget_s: float) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--work", type=Path, required=True, help="folder of models, runs and logs")
+    kept = Path(tempfile.gettempdir()) / "rlcore-gpu"
+    found.add_argument("--work", type=Path, default=kept, help="folder of models, runs and logs")
     found.add_argument("--budget", type=float, default=budget_s, help="seconds of everything")
     found.add_argument("--out", type=Path, help="rows as JSON lines, appended")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run")

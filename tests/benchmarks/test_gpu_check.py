@@ -226,7 +226,9 @@ def test_linears_are_rounded_and_stay_dequantised():
 def test_weights_are_rounded_on_the_device(tmp_path, monkeypatch):
     import random_model
 
-    random_model.random_model("tiny", "cpu").save_pretrained(tmp_path / "model")
+    random_model.random_model(random_model.SHAPES["tiny"], "cpu").save_pretrained(
+        tmp_path / "model"
+    )
     found = set()
 
     def rounded(model):

@@ -77,7 +77,7 @@ def test_every_arm_passes_the_checks_of_a_start(words, name, work, one_gpu, caps
 def test_what_runs_beside_trl_passes_the_checks_of_a_start(words, who, tmp_path, one_gpu, capsys):
     args = beside_trl.options(words)
     args.work = tmp_path
-    model = random_model.random_model("tiny", "cpu")
+    model = random_model.random_model(random_model.SHAPES["tiny"], "cpu")
     model.save_pretrained(beside_trl.model(args))
     random_model.tokenizer(beside_trl.model(args), 512)
     beside_trl.prepare(args)
@@ -96,7 +96,7 @@ def test_the_pages_commands_can_be_asked_for_and_name_their_own_seconds():
 
 
 def test_answers_of_the_random_model_end_as_often_as_was_asked_for():
-    model = random_model.random_model("tiny", "cpu")
+    model = random_model.random_model(random_model.SHAPES["tiny"], "cpu")
     assert random_model.end_once_in(model, 20.0) == pytest.approx(1 / 20, rel=1e-3)
 
 
