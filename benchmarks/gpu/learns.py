@@ -10,7 +10,8 @@ digits in their place. The model, of 157 M parameters, is warmed up by supervise
 partly right; a folder that holds it is used again. Arms: `onpolicy`; `async`, samples up to
 --staleness steps old, with the step bound (`learner.step_bound`); `unbound`, without it; `centre`,
 with score centering; `fp8` (weights and keys and values in FP8) without weights, `fp8_tis`,
-`fp8_centre`; `gsm8k`, a pretrained model on rows of GSM8K.
+`fp8_centre`; `draft`, samples of a copy that is trained along; `gsm8k`, a pretrained model on rows
+of GSM8K.
 
 Rows go to --out: one a stage of the warm-up, one an arm; rows of steps go beside it, to a file that
 ends in .curves.jsonl.
@@ -48,6 +49,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "fp8": (*FP8, NONE),
     "fp8_tis": (*FP8, TIS),
     "fp8_centre": (*FP8, CENTRE),
+    "draft": ("draft", LATE, TIS, "learner.draft={}"),
     "gsm8k": ("bf16", LATE, TIS),
 }
 KEPT = (
@@ -119,17 +121,29 @@ def learner(args: argparse.Namespace, share: str) -> list[str]:
     ]
 
 
+def share_of(kind: str) -> str:
+    """Of the GPU, each process's."""
+    return "0.25" if kind == "draft" else "0.5"
+
+
 def actor(args: argparse.Namespace, kind: str) -> list[str]:
     found = [] if kind == "bf16" else [f"actor={kind}"]
+    if kind == "draft":
+        found += [f"actor.draft.draft_path={warmed(args)}"]
     if args.device == "cpu":
         return found
     if kind == "fp8":
         found += ["actor.fp8.rounding=none", "actor.fp8.fp8_kv_cache=true"]
+    # a draft's weights are its own, and four processes have the GPU
+    transport = "object_store" if kind == "draft" else "ipc"
     return [
         *found,
-        *(f"actor.{kind}.num_gpus=0.5", f"actor.{kind}.gpu_memory_utilization={args.share}"),
+        *(
+            f"actor.{kind}.num_gpus={share_of(kind)}",
+            f"actor.{kind}.gpu_memory_utilization={args.share}",
+        ),
         *(f"actor.{kind}.enforce_eager=true", f"actor.{kind}.max_num_seqs=512"),
-        "cluster.transport=ipc",
+        f"cluster.transport={transport}",
     ]
 
 
@@ -152,7 +166,13 @@ def arm(args: argparse.Namespace, name: str) -> list[str]:
     model = args.model if pretrained else warmed(args)
     return [
         *("train", *(gsm8k(args) if pretrained else task(args))),
-        *("model=path", f"model.path={model}", *learner(args, "0.5"), *actor(args, kind), *further),
+        *(
+            "model=path",
+            f"model.path={model}",
+            *learner(args, share_of(kind)),
+            *actor(args, kind),
+            *further,
+        ),
         *(f"schedule.steps={args.steps}", f"schedule.groups_per_step={args.groups}"),
         *(f"rollout.samples_per_prompt={args.samples}", f"learner.lr={args.lr}"),
         *(f"learner.lr_decay_steps={args.steps}", "learner.lr_final=0.2"),

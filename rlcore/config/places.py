@@ -3,11 +3,14 @@ a part of it (num_gpus below 1)."""
 
 from __future__ import annotations
 
+import math
+
 from rlcore.config.schema import RunConfig
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 
 KEY = "schedule.colocated=true"
+ENGINES = 0.7  # of a GPU's memory, that engines beside a learner may plan with
 
 
 def check_colocated(c: RunConfig) -> None:
@@ -45,7 +48,7 @@ def _no_further_engine(c: RunConfig) -> None:
         bool(drafts),
         f"{KEY} cannot be combined with actor.{''.join(drafts[:1])}.kind=draft, whose run has a "
         "further engine for evaluations (and learner.draft further ranks) without a GPU to take "
-        "turns on.",
+        "turns on: use schedule.colocated=false; each process can then have a share of the GPU.",
     )
     refuse(
         bool(c.evaluation.dense_actor),
@@ -82,11 +85,20 @@ def _places(c: RunConfig) -> None:
 
 def check_gpu_shares(c: RunConfig) -> None:
     """Check that shares of GPUs come in pairs: Ray alone would put two ranks on one GPU and the
-    engines that read their memory on another."""
+    engines that read their memory on another. Or that all processes of a run with a further engine
+    have shares of one GPU, where there is nothing to pair."""
     gpus = _gpus(c)
     share = next((f"{role}.num_gpus={n:g}" for role, n in gpus.items() if 0 < n < 1), None)
     if share is None or c.schedule.colocated:
         return
+    nodes = c.cluster.launch.learner_nodes
+    refuse(
+        nodes > 0,
+        f"{share} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
+        "learner its own nodes: leave it 0.",
+    )
+    if further := _further_engine(c):
+        return _of_one_gpu(c, f"{share} and {further}")
     for label, actor in c.actor.items():
         together = actor.num_gpus + c.learner.num_gpus
         refuse(
@@ -101,18 +113,48 @@ def check_gpu_shares(c: RunConfig) -> None:
         f"{share} pairs every engine with a learner rank on one GPU, and actor.*.count={engines} "
         f"in all is not learner.ranks={ranks}: give both the same number, or whole GPUs.",
     )
-    further = [label for label, actor in c.actor.items() if actor.kind == "draft"]
-    more = "evaluation.dense_actor=true" if c.evaluation.dense_actor else None
-    more = f"actor.{further[0]}.kind=draft" if further else more
+
+
+def _further_engine(c: RunConfig) -> str:
+    """The setting that brings an engine for evaluations alone; "" if none does."""
+    drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
+    if drafts:
+        return f"actor.{drafts[0]}.kind=draft"
+    return "evaluation.dense_actor=true" if c.evaluation.dense_actor else ""
+
+
+def _of_one_gpu(c: RunConfig, why: str) -> None:
+    """Check that all processes fit on one GPU, a further engine of the first actor's settings and a
+    trained draft's rank among them."""
+    why = f"{why} have all processes on one GPU"
+    actors, learner = [*c.actor.values()], c.learner
+    ranks = [learner.ranks, *([] if learner.draft is None else [learner.draft.ranks])]
+    several = [key for key, n in zip(("learner", "learner.draft"), ranks) if n > 1]
+    engines = [*(a for a in actors for _ in range(a.count)), actors[0]]
+    shares = [*(a.num_gpus for a in engines), *[learner.num_gpus] * sum(ranks)]
     refuse(
-        more is not None,
-        f"{share} leaves no share to the further engine that {more} brings: use whole GPUs.",
+        c.cluster.transport not in ("object_store", "disk"),
+        f"{why}, where cluster.transport={c.cluster.transport} does not reach the further engine: "
+        "use cluster.transport=object_store.",
     )
-    nodes = c.cluster.launch.learner_nodes
     refuse(
-        nodes > 0,
-        f"{share} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
-        "learner its own nodes: leave it 0.",
+        bool(several),
+        f"{why}, where a learner has one rank: use "
+        f"{' and '.join(f'{key}.ranks=1' for key in several)}, or whole GPUs.",
+    )
+    each = math.floor(100 / len(shares)) / 100
+    keys = ["learner", *(f"actor.{label}" for label in c.actor)]
+    refuse(
+        min(shares) == 0 or max(shares) == 1 or sum(shares) > 1 + 1e-9,
+        f"{why}, and the shares of {len(shares)} must be above 0 and 1 at most in all, where they "
+        f"are {sum(shares):g}: use {' and '.join(f'{key}.num_gpus={each:g}' for key in keys)}.",
+    )
+    memory = sum(a.gpu_memory_utilization for a in engines)
+    most = math.floor(100 * ENGINES / len(engines)) / 100
+    refuse(
+        memory > ENGINES + 1e-9,
+        f"{why}, of whose memory {len(engines)} engines take {memory:g}: use "
+        f"{' and '.join(f'{key}.gpu_memory_utilization={most:g}' for key in keys[1:])}.",
     )
 
 
@@ -120,6 +162,8 @@ def tied_by(c: RunConfig) -> str | None:
     """The setting that ties every engine to the GPU of a learner rank, or None."""
     if c.schedule.colocated:
         return KEY
+    if _further_engine(c):  # its processes lie on one GPU in any order
+        return None
     shares = (f"{role}.num_gpus={n:g}" for role, n in _gpus(c).items() if 0 < n < 1)
     return next(shares, None)
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+from rlcore.commands import derived
+from rlcore.commands.processes import shared_places
 from rlcore.config.compose import load
+from rlcore.config.places import tied_by
 from rlcore.errors import UserError
 
 ON = ["schedule=on_policy", "schedule.colocated=true"]
@@ -86,3 +89,15 @@ def test_refused_in_a_sentence(name):
 def test_offloading_for_engines_needs_engines_on_the_same_gpus():
     with pytest.raises(UserError, match=r"learner\.offload_while_sampling=true frees memory"):
         load(["learner.offload_while_sampling=true", "run_dir=x"])
+
+
+DRAFT = ["actor=draft", "actor.draft.draft_path=x", "learner=gpu"]
+
+
+@pytest.mark.parametrize("words, processes", [([], 3), (["learner.draft={}"], 4)])
+def test_a_draft_runs_on_shares_of_one_gpu(words, processes):
+    shares = ["learner.num_gpus=0.25", "actor.draft.num_gpus=0.25"]
+    memory = ["actor.draft.gpu_memory_utilization=0.3"]
+    c = load([*DRAFT, *words, *shares, *memory, "run_dir=x"])
+    assert derived.needed(c)[1] == 0.25 * processes
+    assert tied_by(c) is None and shared_places(c) is None  # nothing is paired

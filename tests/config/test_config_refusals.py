@@ -19,6 +19,8 @@ BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:
 SPECULATING = "actor.bf16.speculate={path: x}"
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
 SHARES = [*GPUS, "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5", "cluster.transport=ipc"]
+ONE_GPU = ["learner=gpu", "learner.num_gpus=0.25", "learner.draft={}", "actor=draft"]
+ONE_GPU += ["actor.draft={draft_path: x, num_gpus: 0.25, gpu_memory_utilization: 0.3}"]
 BITWISE = ("bitwise=true", "schedule=on_policy")
 ROUND_AS = (ROUNDED, "learner.round_as=q")
 ROUNDED_TO = "+actor.q={{kind: fp8, rounding: int3, target: {{{}}}}}"
@@ -503,6 +505,16 @@ REFUSED = [  # words; parts that the sentence must hold
     ([*SHARES, "learner.ranks=2"], ["learner.num_gpus=0.5", "count=1", "learner.ranks=2"]),
     ([*SHARES, "actor.bf16.count=2"], ["learner.num_gpus=0.5", "count=2", "learner.ranks=1"]),
     ([*SHARES, "evaluation.dense_actor=true"], ["learner.num_gpus=0.5", "dense_actor=true"]),
+    (
+        [*SHARES, "evaluation.dense_actor=true", "cluster.transport=disk"],
+        ["shares of 3 must", "learner.num_gpus=0.33", "actor.bf16.num_gpus=0.33"],
+    ),
+    ([*ONE_GPU, "learner.num_gpus=0.3"], ["shares of 4 must", "actor.draft.num_gpus=0.25"]),
+    ([*ONE_GPU, "learner.ranks=2"], ["learner has one rank", "learner.ranks=1"]),
+    (
+        [*ONE_GPU, "actor.draft.gpu_memory_utilization=0.4"],
+        ["2 engines take 0.8", "actor.draft.gpu_memory_utilization=0.35"],
+    ),
     ([*SHARES, "cluster.launch.learner_nodes=1"], ["num_gpus=0.5", "learner_nodes=1"]),
     (
         [*GPUS, "cluster.transport=nccl", "actor.bf16.engine=rlcore.interfaces:RolloutEngine"],

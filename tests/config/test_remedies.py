@@ -47,7 +47,6 @@ WITHOUT = {
     "raise learner.ranks instead": VALUE,
     "must be such shares too": RULE,
     "give both the same number, or whole GPUs": RULE,
-    "use whole GPUs": RULE,
     "give it another label": VALUE,
     "with one and the same actor.*.sparse section": VALUE,
     "lower the first or raise the second": RULE,
