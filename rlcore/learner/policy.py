@@ -139,10 +139,8 @@ def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
     sequences."""
     cu_seqlens = None
     if mb.input_ids.shape[0] == 1:
-        starts = mb.starts
-        if starts is None:
-            starts = torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
-        cu_seqlens = [*starts, mb.input_ids.shape[1]]
+        found = mb.starts or torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
+        cu_seqlens = [*found, mb.input_ids.shape[1]]
     prompt_lens = mb.prompt_lens if rule.needs_prompts else None
     rules = None if mb.page_rules is None else [rule.under(own) for own in mb.page_rules]
     return SparseRows(rule, prompt_lens, cu_seqlens, rules)
