@@ -17,10 +17,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from rlcore.cluster.calls import DEAD, kill
 from rlcore.errors import RoleLost
 from rlcore.interfaces import GivenTokens, TeacherAnswer
+from rlcore.loop.specs import SILENT_S
 from rlcore.types import TEACHER, TEACHER_S, Trajectory
 
 if TYPE_CHECKING:
-    from rlcore.loop.specs import SILENT_S, SupervisionSpec
+    from rlcore.loop.specs import SupervisionSpec
     from rlcore.rollout.specs import EngineJob
 
 CHUNK = 32  # records of a call

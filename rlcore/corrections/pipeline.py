@@ -86,7 +86,7 @@ class Pipeline:
 
     Each correction's statistics cover the tokens that earlier ones left in the loss. Which
     combinations are allowed is checked with the configuration (`config/checks.py`). Where no stage
-    weighs, nothing is corrected: the policy gradient is biased by the whole mismatch."""
+    weighs, no correction is made: the policy gradient is biased by the whole mismatch."""
 
     def __init__(
         self,

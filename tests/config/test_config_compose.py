@@ -178,7 +178,7 @@ def test_a_command_line_in_place_of_an_experiment_composes_and_is_named(name):
     words, _ = COMMAND_LINES[name]
     assert run(*words.split(), *(PAPER_PATHS if name.startswith("paper/") else []))
     with pytest.raises(
-        UserError, match=rf"experiment={name} is no .*: write {re.escape(words)}\.$"
+        UserError, match=rf"experiment={name} is not .*: write {re.escape(words)}\.$"
     ):
         run(f"experiment={name}")
 
