@@ -85,7 +85,9 @@ def console_page(run_dir: str) -> str:
 
     console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
     watch(load([f"run_dir={run_dir}", "resume=auto"]), once=True, console=console)
-    return console.export_html(theme=DIMMED_MONOKAI)
+    page = console.export_html(theme=DIMMED_MONOKAI)
+    whole, shown = str(Path(run_dir).resolve()), f"runs/{Path(run_dir).name}"
+    return page.replace(f" {whole} ", f" {shown} " + "─" * (len(whole) - len(shown)))
 
 
 def dashboard_page(rows: Sequence[dict[str, Any]]) -> str:
