@@ -83,6 +83,14 @@ def cell(value: Any) -> str:
     return text.replace("|", "\\|")
 
 
+# parts that other scripts than the check measure: script and page
+RUNS = {
+    status.PARTS["learns"]: ("learns.py", "gpu_runs_h100.md"),
+    status.PARTS["peers"]: ("beside_trl.py", "gpu_runs_h100.md"),
+    status.PARTS["learner"]: ("learner_profile.py", "gpu_runs_h100.md"),
+}
+
+
 def main() -> None:
     files = [Path(name) for name in sys.argv[1:]]
     if not files:
@@ -94,7 +102,8 @@ def main() -> None:
     ):
         run = status.this_run("passed", status.versions_of(files))
         for what in status.measured(files):
-            status.record(what, "h100", "benchmarks/gpu/check.py", "gpu_h100.md", **run)
+            script, shown = RUNS.get(what, ("check.py", "gpu_h100.md"))
+            status.record(what, "h100", f"benchmarks/gpu/{script}", shown, **run)
 
 
 if __name__ == "__main__":

@@ -300,17 +300,7 @@ def in_salloc(slurm):
 CASES = {
     case.__name__: case
     for case in (
-        *(
-            cancel,
-            node_lost,
-            node_lost_in_training,
-            requeue,
-            preempt,
-            node_away,
-            time_limit,
-            two_users,
-            bad_node,
-        ),
+        *(cancel, node_lost, node_lost_in_training, requeue, preempt, node_away, time_limit),
         *(two_users, bad_node, finished, in_salloc, parts),
     )
 }
