@@ -29,6 +29,7 @@ from typing import Any
 WARM = "RLCORE_WARM"  # as in specs.py, which a script cannot import
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NUMBER = 8  # bytes of a process id or exit code
+START_S, END_S = 300.0, 60.0
 
 
 class Nursery:
@@ -49,13 +50,18 @@ class Nursery:
             env=os.environ | {"DS_ACCELERATOR": "cpu"},
         )
         assert self._server.stdout is not None
-        self._server.stdout.read(1)  # it listens, or has ended
+        # it listens, has ended, or is late: without a server each script is python itself
+        select.select([self._server.stdout], [], [], START_S)
         os.environ[WARM] = self._path
         return self
 
     def __exit__(self, *error: object) -> None:
         del os.environ[WARM]
-        self._server.communicate()  # the end of its input: it ends after its last fork
+        try:
+            self._server.communicate(timeout=END_S)  # the end of its input: after its last fork
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.communicate()
 
 
 # ---- the process that stands for a fork ----------------------------------------------------------

@@ -210,7 +210,8 @@ def _pace(facts: Facts) -> Iterator[Choice]:
 
 def _lengths(facts: Facts) -> Choice:
     new, why = _new_tokens(facts)
-    if facts.tried is not None and " groups with signal" in why and not facts.tried.with_signal:
+    tried = facts.tried
+    if tried is not None and not tried.out_of_time and not tried.with_signal:
         why += "; NONE LEARNS from equal rewards: an easier reward or a stronger model"
     return Choice(
         (f"rollout.max_new_tokens={new}", f"model.max_len={_rounded(facts.prompt + new, 64)}"), why
@@ -223,7 +224,7 @@ def _new_tokens(facts: Facts) -> tuple[int, str]:
     usual = LIMIT["gpu" if facts.gpus else "cpu"]
     if tried is None:
         return usual, "no trial answers were sampled"
-    if tried.cut > 0 and tried.limit < tried.asked:
+    if tried.out_of_time:
         return usual, (
             f"{len(tried.lengths)} trial answers reached {tried.limit} tokens in {TRIAL_S:g} s, "
             f"{tried.cut:.0%} without their end: lengths are not known"

@@ -31,6 +31,11 @@ class Tried:
     mean: float | None  # reward; None: no score
 
     @property
+    def out_of_time(self) -> bool:
+        """True if sampling ended before the limit, so that lengths are not known."""
+        return self.cut > 0 and self.limit < self.asked
+
+    @property
     def p99(self) -> int:
         """The length that 99 of 100 answers stay below."""
         ordered = sorted(self.lengths)

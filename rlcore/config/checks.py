@@ -135,8 +135,8 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
     refuse(
         transport == "ipc" and len(shared) < len(gpus) and not colocated,
         "cluster.transport=ipc reads the learner's memory on the same GPU, so learner.num_gpus and "
-        "actor.*.num_gpus must be shares of one, such as 0.5 each. Or schedule.colocated=true has "
-        "them take turns; for separate GPUs, use nccl.",
+        "actor.*.num_gpus must be shares of one, such as 0.5 each: use nccl for separate GPUs, or "
+        "schedule.colocated=true.",
     )
     without = [
         label

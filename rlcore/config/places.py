@@ -85,8 +85,8 @@ def _places(c: RunConfig) -> None:
 
 def check_gpu_shares(c: RunConfig) -> None:
     """Check that shares of GPUs come in pairs: Ray alone would put two ranks on one GPU and the
-    engines that read their memory on another. Or that all processes of a run with a further engine
-    have shares of one GPU, where there is nothing to pair."""
+    engines that read their memory on another. Where a run has a further engine, nothing is paired,
+    and all processes have shares of one GPU."""
     gpus = _gpus(c)
     share = next((f"{role}.num_gpus={n:g}" for role, n in gpus.items() if 0 < n < 1), None)
     if share is None or c.schedule.colocated:

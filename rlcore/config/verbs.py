@@ -82,7 +82,7 @@ class Verb:
 CONFIG_DIR = Key("config_dir", "folder with your own groups and experiments", "folder")
 CHECKPOINT = Key("checkpoint", "the checkpoint; without it the run's newest valid one", "folder")
 DRY_RUN = Key("dry_run", "check everything, print what would be started, start nothing", "flag")
-WARM = Key("warm", "keep imports between runs on this machine's CPUs", "flag", default="true")
+WARM = Key("warm", "keep imports between runs on this machine's CPUs", "flag")
 JSON = Key("json", "print JSON", "flag")
 CI = Key("ci", "percent of the intervals of means over seeds", "number", default="95")
 FORMATS = ("svg", "pdf", "csv")  # of figures, `report/curves.py`

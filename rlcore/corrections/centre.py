@@ -70,10 +70,9 @@ class CentreSpec(CorrectionSpec):
         for label, spec in chosen.items():
             refuse(
                 not spec.token_alone,
-                f"{key}=[{','.join(chosen)}] takes the mean of each token's weight over the "
-                f"vocabulary, and {label} as it is set weighs or masks by more than the token (a "
-                "sequence, a draw, a safe set, a tail that is left out). Use tis, mis, icepop or "
-                "ais by token, or jackpot with mode=expected, or leave centre out.",
+                f"{key}=[{','.join(chosen)}] needs weights that depend on one token alone, and "
+                f"{label} as it is set weighs or masks by more (a sequence, a draw, a set, a "
+                "tail): use tis, mis, icepop or ais by token, or leave centre out.",
             )
         refuse(
             not loss_class(objective.loss).token_wise,

@@ -258,10 +258,14 @@ class LaunchSpec(Spec):
             remedy = f"set {key}.{OWN_OPTIONS[name]}" if OWN_OPTIONS[name] else "leave it out"
             refuse(True, f"{key}.sbatch.{name} is what rlcore gives to sbatch itself: {remedy}.")
         for own, options in (("sbatch", self.sbatch), ("learner_sbatch", self.learner_sbatch)):
-            wrong = [i for i in options.items() if not OPTION.fullmatch(i[0] * i[1].isprintable())]
-            name, value = next(iter(wrong), ("", ""))
+            odd = [
+                (name, value)
+                for name, value in options.items()
+                if not (OPTION.fullmatch(name) and value.isprintable())
+            ]
+            name, value = odd[0] if odd else ("", "")
             refuse(
-                bool(wrong),
+                bool(odd),
                 f"{key}.{own}.{name!r}={value!r} cannot be written to the script: write the "
                 "long name of an option without its hyphens, and a value of one line.",
             )

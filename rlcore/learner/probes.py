@@ -255,9 +255,10 @@ def _split_difference(plain: Any, parts: Any, shards: Shards) -> float:
 
 
 def refuse_odd_passes(lm: Any, path: str, *, divided: bool, device: torch.device) -> None:
-    """Raise UserError for a model whose log-probs are not log_softmax(hidden @ weight.T) of its LM
-    head, or that gives other states in a second pass over the same tokens. So does one that
-    computes more in its attention than the kernel it was loaded with does."""
+    """Raise UserError for a model that the learner's passes would compute wrong.
+
+    Its log-probs are not log_softmax(hidden @ weight.T) of its LM head, a second pass gives other
+    states, or its attention computes more than the kernel it was loaded with."""
     tried = tried_model(lm, divided=divided, device=device)
     policy = Policy(tried)
     mb = laid_out(policy)

@@ -89,8 +89,8 @@ class RankState:
         everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by Hugging Face name in `dtype`, one at a time, adapters merged, tied ones
-        once. Or the factors of an adapter that is published alone. `only` selects by name. On the
-        CPU, or `on_device`, where training must wait.
+        once; of an adapter that is published alone, its factors. `only` selects by name. They are
+        on the CPU, or `on_device`, where training must wait.
 
         `name`: one of `published`. Yields nothing on ranks other than 0, unless `everywhere`; all
         ranks must exhaust it.

@@ -79,8 +79,8 @@ class Plan:
         """Raises UserError for a schedule that a checkpoint's run cannot go on with.
 
         Its batches and the groups that it has admitted are counted by its epochs. The rest of a
-        phase trains on groups that were chosen by the staleness bound of before. And a synchronous
-        run publishes the phase's first weights again, which groups in flight may be newer than.
+        phase trains on groups that the earlier staleness bound has chosen. A synchronous run
+        publishes the phase's first weights again, which groups in flight may be newer than.
         """
         before, now = Phases(progress.phase_batches, progress.phase_epochs), self.phases
         if progress.step and before != now and max(before.epochs, now.epochs) > 1:

@@ -1,5 +1,5 @@
 """How long the steps of a run may be, from its rows alone: kappa and the largest learning rate at
-each staleness. Also what is said while the step bound shortens steps (docs/step_bound.md)."""
+each staleness. The sentences of a run whose steps the bound shortens are here, too."""
 
 from __future__ import annotations
 

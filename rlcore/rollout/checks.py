@@ -50,8 +50,8 @@ WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
 def check_recurrent(
     config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
 ) -> None:
-    """Raise UserError for a model that an engine does not serve right. It has recurrent layers,
-    divided among ranks or on a CPU, or is of a family found wrong on a CPU."""
+    """Raise UserError for recurrent layers that are divided among ranks or run on a CPU, and for a
+    family whose log-probs were found wrong on a CPU."""
     recurrent = is_recurrent(config)
     if recurrent and actor.tensor_parallel > 1:
         raise UserError(
@@ -92,8 +92,8 @@ def check_width(config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: 
 
 
 def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:
-    """Raise UserError if the model has fewer than `max_len` positions. So does one whose rotations
-    transformers chooses by a batch's longest sequence, and vLLM by its limit."""
+    """Raise UserError for a model with fewer than `max_len` positions, and for one whose rotations
+    depend on a batch's longest sequence in transformers and not in vLLM."""
     # LLaDA's form has another key for them
     limit = config.get("max_position_embeddings", config.get("max_sequence_length"))
     if limit is not None and max_len > limit:

@@ -277,9 +277,8 @@ def confining_layers(name: str, confinement: str) -> tuple[str, ...]:
             "confinement",
             confinement,
             f"needs {', '.join(missing)}, which this machine does not have (seccomp: x86_64; "
-            "landlock: Linux 5.13 or newer, switched on; tmpfs: root that may mount, or user "
-            "namespaces). Choose reduced to run programs that a model wrote under "
-            f"{', '.join(layers)} alone, or grade on another machine.",
+            "landlock: Linux 5.13, switched on; tmpfs: root that may mount, or user namespaces): "
+            f"choose reduced, which is {', '.join(layers)} alone, or grade on another machine.",
         )
     if missing:
         logger.warning(

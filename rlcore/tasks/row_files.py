@@ -1,5 +1,5 @@
-"""Rows of local data: files of JSON, JSON Lines, CSV, Parquet and Arrow. Also folders that a
-Hugging Face data set was saved to, and sets in the local cache of Hugging Face."""
+"""Rows of local data: files of JSON, JSON Lines, CSV, Parquet and Arrow, and data sets of
+Hugging Face that were saved to a folder or are in its local cache."""
 
 from __future__ import annotations
 
@@ -78,10 +78,11 @@ def _fault(value: Any) -> str | None:
 def rows(
     argument: str, path: str | Sequence[str], split: str | None = None
 ) -> Iterator[tuple[int, Row]]:
-    """(row number from 1, row) of a data file, of all that a pattern matches, of a folder of them
-    or one that `save_to_disk` wrote. Or of a set in the local cache, `hf:OWNER/NAME` or
-    `hf:OWNER/NAME/CONFIGURATION`, or of a list of these, one after the other. In a single file of
-    JSON Lines the row number is the line number. `split`: of a folder or set that has several.
+    """(row number from 1, row) of the data at a path, or of a list of paths one after the other.
+
+    A path is a file, a pattern, a folder of files, a folder that `save_to_disk` wrote, or a set in
+    the local cache, `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIGURATION`. In a single file of JSON
+    Lines the row number is the line number. `split`: of a folder or set that has several.
 
     JSON values without a meaning are `Meaningless`. Raises ArgumentError for `argument`.
     """
@@ -114,9 +115,8 @@ def rows(
             argument,
             path,
             f"is not accepted: give a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file (the first "
-            "three may end in .gz), a folder, a pattern or a list of such files. Or give a folder "
-            "that a Hugging Face data set was saved to, or OWNER/NAME of one in the local cache; "
-            f"{not_here(str(path), 'dataset')}.",
+            "three may end in .gz), a folder, a pattern, a list of these, or OWNER/NAME of a data "
+            f"set in the local cache; {not_here(str(path), 'dataset')}.",
         )
     if not file.is_file():
         raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")

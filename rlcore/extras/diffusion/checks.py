@@ -125,8 +125,8 @@ def _check_sampling(c: RunConfig) -> None:
     for key, label, spec in ((k, n, s) for k, chosen in lists for n, s in chosen.items()):
         refuse(
             spec.rejects or spec.needs_topk or isinstance(spec, DvpSpec),
-            f"{key}={label} rests on the distribution that each token was drawn from. With "
-            "model.diffusion only an estimate of its log-prob is known: use ais, tis, mis or "
+            f"{key}={label} rests on the distribution that each token was drawn from, and "
+            "model.diffusion knows only an estimate of its log-prob: use ais, tis, mis or "
             "another that weighs by ratios.",
         )
         refuse(

@@ -1,12 +1,11 @@
 """The teacher of a policy in the learner's ranks: its scores of a batch, and what the policy's loss
 and the metrics have of them.
 
-It is a frozen model (one a task, or one for all), the policy as it was some steps ago, or the
-policy itself as the phase began. Or it is an engine, which has scored the records as they arrived.
-A context stands before an episode in the teacher's own pass only. It is `best`, an answer of the
-episode's group with a higher reward, behind the prompt; `feedback`, the episode's later
-observations, behind the prompt. An episode that has no such context, that would not fit, or that
-goes on in a further record has no teacher, and its tokens no distance.
+The teacher is a frozen model (one a task, or one for all), or the policy as it was some steps ago
+or as the phase began. It may also be an engine, which has scored the records as they arrived. A
+context stands before an episode in the teacher's own pass only, behind the prompt. `best` is an
+answer of the group with a higher reward, `feedback` the episode's later observations. An episode
+without such a context, or that would not fit, or goes on in a further record, has no teacher.
 
 Scores are taken once a phase, before its first step, as p_ref is: the teacher's likeliest tokens
 and the sampled one. With `top_k=null` the teacher's hidden states are taken with each

@@ -5,8 +5,8 @@ task once, with all its imports, and forks a process for every answer. It is con
 are (`sandbox.confinement`): no network, no processes, no files but the libraries, limits of CPU
 time and memory. Under rule="arithmetic" text is evaluated as arithmetic alone (`executed`), so that
 nothing which the model wrote runs where the score is computed. Under rule="programs", for graders
-that run programs on purpose, a program cannot leave its process. But it can read the reference
-there and forge its own score; the tasks of `rlcore.tasks.code` keep program and verdict apart.
+that run programs on purpose, a program cannot leave its process. It can read the reference there,
+however, and forge its own score: the tasks of `rlcore.tasks.code` keep program and verdict apart.
 """
 
 from __future__ import annotations

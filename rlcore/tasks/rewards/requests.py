@@ -253,9 +253,9 @@ def api_key(key: str, spec: EndpointSpec) -> str:
     value = os.environ.get(spec.api_key_env, "").strip()
     if not value:
         raise UserError(
-            f"{key}.api_key_env={spec.api_key_env} names a variable that is not set in the "
-            "environment of the graders. Export it before the command (in a Ray cluster that was "
-            "started before: before `ray start`), or leave the setting null."
+            f"{key}.api_key_env={spec.api_key_env} names a variable that the graders do not "
+            "have: export it before the command (before `ray start` of a cluster that is joined), "
+            "or leave the setting null."
         )
     return value
 
