@@ -72,7 +72,8 @@ class CentreSpec(CorrectionSpec):
                 not spec.token_alone,
                 f"{key}=[{','.join(chosen)}] needs weights that depend on one token alone, and "
                 f"{label} as it is set weighs or masks by more (a sequence, a draw, a set, a "
-                "tail): use tis, mis, icepop or ais by token, or leave centre out.",
+                "tail that is left out): use tis, mis, icepop or ais by token, or jackpot with "
+                "mode=expected, or leave centre out.",
             )
         refuse(
             not loss_class(objective.loss).token_wise,
