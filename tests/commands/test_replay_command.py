@@ -81,7 +81,7 @@ def test_a_step_without_its_batches_is_refused(run_dir, tmp_path, capsys):
 
 
 KINDS = {
-    "two ranks, ZeRO-3": ("learner.ranks=2", "learner.zero_stage=3"),
+    "two ranks, ZeRO-3": ("learner.ranks=2", "learner.zero_stage=3", "correction=[centre,tis]"),
     "ZeRO-0": ("learner.zero_stage=0",),
     "two ranks, ZeRO-1": ("learner.ranks=2", "learner.zero_stage=1"),
     "two ranks, ZeRO-2": ("learner.ranks=2", "learner.zero_stage=2"),

@@ -63,9 +63,11 @@ class Late:
 
 
 def resumed(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
-    """Six late steps whose rate is far too high; from the checkpoint after the third the same, and
-    the fourth by a replay."""
-    job = replace(make_job(model, lr=2e-2, step_bound=0.5), in_flight=LAG)
+    """Six late steps whose rate is far too high, centred and divided by ZeRO-3; from the checkpoint
+    after the third the same, and the fourth by a replay."""
+    lists: dict[str, dict[str, Any]] = {"centre": {}, "tis": {}}
+    settings = {"lr": 2e-2, "step_bound": 0.5, "zero_stage": 3}
+    job = replace(make_job(model, corrections=lists, **settings), in_flight=LAG)
     late = Late(LearnerRank(job, make_place(rank, world, port)), (rank, world))
     rows = late.run(range(3))
     late.learner.save(folder)

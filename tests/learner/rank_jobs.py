@@ -29,6 +29,7 @@ from rlcore.registry import load_object
 from rlcore.types import POLICY, Group
 
 JACKPOT: dict[str, dict[str, Any]] = {"jackpot": {}, "veto": {"threshold": 1e-4}}
+CENTRE: dict[str, dict[str, Any]] = {"centre": {}, "tis": {}}
 RECORDING = "rank_jobs:RecordingEngine"
 
 
@@ -80,31 +81,34 @@ def gradients_at(
 
 def gradient_table(
     rank: int, world: int, port: int, model: str
-) -> dict[tuple[int, int | str, str], Any]:
-    """(stage, micro-batch tokens, layout) -> gradients, norm, micro-batches; with corrections that
-    need statistics."""
-    out = {}
+) -> dict[str, dict[tuple[int, int | str, str], Any]]:
+    """Correction -> (stage, micro-batch tokens, layout) -> gradients, norm, micro-batches. Jackpot
+    needs statistics of the batch, and centring the log-probs of the actor's tokens."""
+    layouts = ((10_000, "sorted"), (25, "sorted"), (40, "packed"), ("auto", "sorted"))
+    every = [(stage, *layout) for stage in (0, 3) for layout in layouts]
+    every += [(stage, *layout) for stage in (1, 2) for layout in layouts[1:3]]
+    some = [(0, *layouts[0]), (0, *layouts[2]), (3, *layouts[2])]
     mine = share(make_groups(5), rank, world)
-    for stage in (0, 1, 2, 3):
+
+    def found(corrections: dict[str, Any], stage: int, tokens: int | str, layout: str) -> Any:
         limits.ROOM["cpu"] = limits.ActivationBudget(1, 25, 25)  # all would fit
-        for tokens, layout in (
-            (10_000, "sorted"),
-            (25, "sorted"),
-            (40, "packed"),
-            ("auto", "sorted"),
-        ):
-            options: dict[str, Any] = {
-                "zero_stage": stage,
-                "corrections": JACKPOT,
-                "entropy_coef": 0.01,
-                "micro_batch_tokens": tokens,
-                "layout": layout,
-                "share_prefix": "off",  # the layouts that are asked for: see `sharing_table`
-                "engine": RECORDING,
-            }
-            one = learner(rank, world, port, model, **options)
-            out[stage, tokens, layout] = gradients_at(one, [mine, mine])
-    return out
+        one = learner(
+            *(rank, world, port, model),
+            zero_stage=stage,
+            corrections=corrections,
+            entropy_coef=0.01,
+            micro_batch_tokens=tokens,
+            layout=layout,
+            share_prefix="off",  # the layouts that are asked for: see `sharing_table`
+            engine=RECORDING,
+        )
+        return gradients_at(one, [mine, mine])
+
+    return {
+        "jackpot": {s: found(JACKPOT, *s) for s in every},
+        "centre": {s: found(CENTRE, *s) for s in some},
+        "tis": {some[0]: found({"tis": {}}, *some[0])},
+    }
 
 
 def sharing_table(rank: int, world: int, port: int, model: str) -> dict[tuple[str, str], Any]:

@@ -52,6 +52,8 @@ def test_a_resumed_learner_takes_the_same_steps(model, tmp_path):
             assert untimed(row) == untimed(again)
             assert row["lr"] == 2e-2 * row["step_bound/scale"]
         assert out["same"]
+        assert all(row["correction/centre/tail_mass"] > 0.5 for row in out["rows"])
+        assert "mismatch/drift" in out["rows"][-1]  # of sums that the state has, too
         assert untimed(out["replayed"][0]) == untimed(out["rows"][3])
         assert out["replayed"][0]["step_bound/scale"] < 1.0
 

@@ -28,15 +28,19 @@ def _difference(a, b):
 
 def test_micro_batches_stages_and_ranks_give_one_gradient(model):
     one_rank = on_ranks(1, jobs.gradient_table, model)[0]
-    reference, norm, count = one_rank[0, 10_000, "sorted"]
-    assert count == 1 and norm > 0.05
-    own_norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in reference.values()))
-    assert abs(own_norm - norm) < 1e-5
-    for table in (one_rank, *on_ranks(2, jobs.gradient_table, model)):
-        for setting, (gradients, its_norm, its_count) in table.items():
-            assert setting[1] == 10_000 or its_count > 2, setting
-            assert _difference(gradients, reference) < 1e-5, setting
-            assert abs(its_norm - norm) < 1e-5, setting
+    first = 0, 10_000, "sorted"
+    tables = one_rank, *on_ranks(2, jobs.gradient_table, model)
+    for name in ("jackpot", "centre"):
+        reference, norm, count = one_rank[name][first]
+        assert count == 1 and norm > 0.05
+        squares = sum(float((g.astype(np.float64) ** 2).sum()) for g in reference.values())
+        assert abs(math.sqrt(squares) - norm) < 1e-5
+        for table in tables:
+            for setting, (gradients, its_norm, its_count) in table[name].items():
+                assert setting[1] == 10_000 or its_count > 2, setting
+                assert _difference(gradients, reference) < 1e-5, setting
+                assert abs(its_norm - norm) < 1e-5, setting
+    assert _difference(one_rank["centre"][first][0], one_rank["tis"][first][0]) > 1e-4
 
 
 def test_a_shared_prefix_changes_no_gradient_at_any_stage(model):
@@ -81,6 +85,7 @@ def test_passes_that_are_kept_change_no_weight(model):
 VARIANTS = {
     "accepted": {"keep_by_acceptance": 2, "corrections": {"ais": {}}, "zero_stage": 1},
     "none": {},
+    "centre_tis": {"corrections": jobs.CENTRE, "zero_stage": 3},
     "vcpo": {"corrections": {"vcpo": {}, "tis": {}}, "zero_stage": 1},
     "jackpot_new": {"corrections": {"jackpot": {"target": "new"}}, "zero_stage": 2},
     "ais_kl": {
