@@ -1,7 +1,7 @@
 """Cost that each correction adds to a learner step, on a model with a realistic vocabulary.
 
     python benchmarks/correction_cost.py [--hidden 256] [--layers 4] [--vocab 151936]
-                                         [--sequences 8] [--rounds 7]
+                                         [--sequences 8] [--rounds 7] [--only NAME ...]
 
 Whole steps with DeepSpeed. Every variant takes the same batch, in several micro-batches. Three
 kinds of step are measured:
@@ -34,6 +34,7 @@ import numpy as np
 from harness import machine, table
 
 from rlcore.corrections.ais import AisSpec
+from rlcore.corrections.centre import CentreSpec
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.jackpot import JackpotSpec
 from rlcore.corrections.mis import MisSpec
@@ -45,6 +46,8 @@ from rlcore.types import Group, Trajectory
 CORRECTIONS: dict[str, dict[str, CorrectionSpec]] = {
     "none": {},
     "tis": {"tis": TisSpec()},
+    "centre": {"centre": CentreSpec()},
+    "centre+tis": {"centre": CentreSpec(), "tis": TisSpec()},
     "tis.adjusted": {"tis": TisSpec(adjusted=True)},
     "ais": {"ais": AisSpec()},
     "dvp": {"dvp": DvpSpec()},
@@ -52,7 +55,7 @@ CORRECTIONS: dict[str, dict[str, CorrectionSpec]] = {
     "jackpot (ref, k=20)": {"jackpot": JackpotSpec(target="ref")},
     "jackpot (new, k=20)": {"jackpot": JackpotSpec(target="new")},
 }
-LATER = ("none", "tis.adjusted", "jackpot (new, k=20)")
+LATER = ("none", "tis", "centre+tis", "tis.adjusted", "jackpot (new, k=20)")
 KINDS = {"first": CORRECTIONS, "later": LATER, "alone": CORRECTIONS}
 VARIANTS = {f"{kind}: {name}": (kind, name) for kind, names in KINDS.items() for name in names}
 BASE = "alone: none"
@@ -165,6 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", nargs="+", default=list(KINDS), choices=list(KINDS), help="kinds of step"
     )
+    parser.add_argument("--only", nargs="+", help="corrections, in addition to none")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--model", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -174,7 +178,9 @@ def main() -> None:
         path = model(Path(folder) / "model", args)
         seconds: dict[str, list[float]] = {}
         for kind in args.steps:
-            seconds |= _rounds([v for v in VARIANTS if VARIANTS[v][0] == kind], path, args.rounds)
+            asked = {*KINDS[kind]} if args.only is None else {"none", *args.only}
+            names = [v for v, of in VARIANTS.items() if of[0] == kind and of[1] in asked]
+            seconds |= _rounds(names, path, args.rounds)
     rows = []
     for variant, taken in seconds.items():
         kind, name = VARIANTS[variant]
