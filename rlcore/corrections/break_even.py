@@ -85,11 +85,11 @@ _WIDTH = _CELLS + 5
 _ROWS = 1 + len(AGES)  # of all tokens, then of each class
 
 
-def varied(step: StepTensors, on: Tensor) -> Tensor:
+def varied(group_ids: Tensor, advantages: Tensor, on: Tensor) -> Tensor:
     """The tokens of `on` [B, T] whose group has an advantage that is not 0: others add neither bias
     nor variance, and their answers do not count in N. Groups are whole on their rank."""
-    _, place = torch.unique(step.group_ids, return_inverse=True)
-    moves = ((step.advantages != 0) & on).any(-1)
+    _, place = torch.unique(group_ids, return_inverse=True)
+    moves = ((advantages != 0) & on).any(-1)
     return on & (torch.bincount(place, moves.double()) > 0)[place][:, None]
 
 
@@ -116,7 +116,7 @@ def _by_group(step: StepTensors, factor: Tensor) -> Tensor:
 def _moments(step: StepTensors, on: Tensor, cap: float, reduce: SumReduce | None) -> Tensor:
     """The rows [6, 261] of one step, over all ranks."""
     difference, on = log_difference(step.logp_ref, step.logp_inf, on)
-    on = varied(step, on)
+    on = varied(step.group_ids, step.advantages, on)
     weight = ratio(difference).clamp(max=cap)
     age = age_class(step)
     _, place = torch.unique(step.group_ids, return_inverse=True)
@@ -248,7 +248,7 @@ class BreakEven:
         1 where correcting adds no variance, and the typical N* before any step was followed. Also
         {"alpha", "n_star"}: the mean share of the tokens `on`, and N* of all in answers.
         """
-        moving = varied(step, on)
+        moving = varied(step.group_ids, step.advantages, on)
         answers, tokens, every = total([moving.any(-1), moving, on], reduce)
         if self._sums is None:
             star = typical_n_star(tokens / max(answers, 1.0))

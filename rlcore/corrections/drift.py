@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.corrections.break_even import SIZE, places_of, varied
 from rlcore.corrections.centre import centre, with_tail
-from rlcore.corrections.numerics import SumReduce, first_occurrence, total
+from rlcore.corrections.numerics import SumReduce, first_occurrence, same_shape, total
 from rlcore.lazy import torch
 from rlcore.seeding import derive_seed
 from rlcore.types import StepTensors
@@ -47,24 +47,38 @@ def unbiased_square(summed: Tensor, squares: Tensor, count: Tensor) -> Tensor:
     return (summed.square().sum(-1) - squares) / pairs
 
 
-def drift_accumulate(step: StepTensors, on: Tensor) -> Tensor:
-    """Statistics [2 * 257 + 1] float64 of a rank's groups, to be summed over ranks: over groups,
-    the sketched drift X, the centred gradient Y and their squared lengths, and n.
+def policy_drift_accumulate(
+    topk_ids: Tensor,
+    topk_logp_inf: Tensor,
+    logp_at: Tensor,
+    *,
+    token_ids: Tensor,
+    sketch: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    step: int = 0,
+) -> Tensor:
+    """Statistics [2 * 257 + 1] float64 of groups of answers, each whole in one call; those of ranks
+    and micro-batches add up. Sums over groups of the sketched drift X, the centred gradient Y and
+    their squared lengths, and n.
 
-    on [B, T] bool: the tokens that count; tokens of groups without an advantage do not.
+    The actor's stored ids [B, T, k] (-1 pads) and their log-probs, the learner's there; sampled ids
+    [B, T]; `last_layer_sketch` [B, T, 32] under the learner; advantages [B, T]; mask [B, T] bool;
+    group_ids [B]. `step`: another one asks for other projections. Tokens of groups without an
+    advantage do not count.
     """
-    assert step.sketch is not None and step.topk_ids_inf is not None
-    assert step.topk_logp_inf is not None and step.ref_logp_at_inf_ids is not None
-    assert step.token_ids is not None
-    moving = varied(step, on)
-    groups, place = torch.unique(step.group_ids, return_inverse=True)
-    states, residuals = step.sketch.double().split(SIZE, -1)
-    ids = step.topk_ids_inf.long()
-    c, s = centre(ids, step.topk_logp_inf, step.ref_logp_at_inf_ids)
-    p = _placed(step.token_ids[..., None], torch.ones_like(s)[..., None]) - residuals
+    same_shape(topk_ids=topk_ids, topk_logp_inf=topk_logp_inf, logp_at=logp_at)
+    same_shape(token_ids=token_ids, advantages=advantages, mask=mask)
+    moving = varied(group_ids, advantages, mask != 0)
+    groups, place = torch.unique(group_ids, return_inverse=True)
+    states, residuals = sketch.double().split(SIZE, -1)
+    ids = topk_ids.long()
+    c, s = centre(ids, topk_logp_inf, logp_at)
+    p = _placed(token_ids[..., None], torch.ones_like(s)[..., None]) - residuals
     drift = _placed(ids.clamp_min(0), c) - s[..., None] * p
-    signs = torch.sign(states @ _projection(step.step).to(states))
-    gain = step.advantages.double().where(moving, 0.0)[..., None]
+    signs = torch.sign(states @ _projection(step).to(states))
+    gain = advantages.double().where(moving, 0.0)[..., None]
     parts = []
     for each in (drift, residuals - drift):
         kept = torch.where(moving[..., None], each, 0.0) * gain
@@ -74,6 +88,17 @@ def drift_accumulate(step: StepTensors, on: Tensor) -> Tensor:
         parts += [found.sum(0), found.square().sum()[None]]
     used = torch.bincount(place, moving.any(-1).double(), minlength=len(groups)) > 0
     return torch.cat([*parts, used.sum().double()[None]])
+
+
+def policy_drift(statistics: Tensor) -> tuple[float, float]:
+    """Squared lengths of the drift and of the centred gradient, from `policy_drift_accumulate` of a
+    whole batch; (0, 0) where fewer than two groups have advantages. Noise may make either negative:
+    the drift is the root of the ratio of sums over some eight batches. Waits for the device."""
+    both, count = statistics[:-1].view(2, -1), statistics[-1]
+    if count <= 1 or not bool(torch.isfinite(both).all()):
+        return 0.0, 0.0
+    drift, gradient = unbiased_square(both[:, :-1], both[:, -1], count).tolist()
+    return drift, gradient
 
 
 def _placed(ids: Tensor, values: Tensor) -> Tensor:
@@ -106,11 +131,17 @@ class DriftEstimate:
         least, most = policy_distance(*at)  # type: ignore[arg-type]
         summed, bound, tokens = total([least.where(on, 0.0), most.where(on, 0.0), on], reduce)
         found = {"tv": summed / max(tokens, 1.0), "tv_bound": bound / max(tokens, 1.0)}
-        statistics = drift_accumulate(step, on)
-        statistics = statistics if reduce is None else reduce(statistics)
-        both, count = statistics[:-1].view(2, -1), statistics[-1]
-        if count > 1 and bool(torch.isfinite(both).all()):
-            now = unbiased_square(both[:, :-1], both[:, -1], count).tolist()
+        statistics = policy_drift_accumulate(
+            *at,  # type: ignore[arg-type]
+            token_ids=step.token_ids,  # type: ignore[arg-type]
+            sketch=step.sketch,  # type: ignore[arg-type]
+            advantages=step.advantages,
+            mask=on,
+            group_ids=step.group_ids,
+            step=step.step,
+        )
+        now = policy_drift(statistics if reduce is None else reduce(statistics))
+        if any(now):
             drift, gradient = (DECAY * kept + own for kept, own in zip(self._squares, now))
             self._squares = drift, gradient
         drift, gradient = self._squares

@@ -17,11 +17,13 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
     weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
 
 likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
-`mismatch_values` and `drift_accumulate` with `drift_values` (the input of `StepBound`). So does
+`mismatch_values`, `drift_accumulate` with `drift_values` (the input of `StepBound`) and
+`policy_drift_accumulate` with `policy_drift` (of whole groups). So does
 `sequence_ess_accumulate` with `sequence_ess`, which also takes the maximum of
 `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what returns
 Python numbers: `ais`, `batch_worth_correcting`, `drift_values`, `fixed_share`, `obrs_calibrate`,
-`mismatch_values` and `sequence_ess`. In the one-call forms `reduce` sums over ranks.
+`mismatch_values`, `policy_drift` and `sequence_ess`. In the one-call forms `reduce` sums over
+ranks.
 """
 
 from collections.abc import Iterable
@@ -30,9 +32,15 @@ import torch
 from torch import Tensor
 
 from rlcore.corrections.ais import ais, ais_accumulate, ais_weight
+from rlcore.corrections.break_even import last_layer_sketch
 from rlcore.corrections.centre import centre
 from rlcore.corrections.dppo import dppo, drpo, obrs_divergence, topk_divergence
-from rlcore.corrections.drift import policy_distance, unbiased_square
+from rlcore.corrections.drift import (
+    policy_distance,
+    policy_drift,
+    policy_drift_accumulate,
+    unbiased_square,
+)
 from rlcore.corrections.dvp import safe_set_logprobs
 from rlcore.corrections.jackpot import (
     JackpotSpec,
@@ -98,6 +106,7 @@ __all__ = [
     "jackpot_accumulate",
     "jackpot_weight",
     "kl_penalty",
+    "last_layer_sketch",
     "m2po",
     "merge",
     "minpro",
@@ -112,6 +121,8 @@ __all__ = [
     "outliers",
     "penalty_weight",
     "policy_distance",
+    "policy_drift",
+    "policy_drift_accumulate",
     "rapid_advantages",
     "safe_set_logprobs",
     "sampled_kl",

@@ -10,6 +10,7 @@ import torch
 from correction_helpers import on_ranks
 from torch import Tensor
 
+from rlcore.corrections import functional as F
 from rlcore.corrections.break_even import last_layer_sketch
 from rlcore.corrections.drift import DriftEstimate, policy_distance, unbiased_square
 from rlcore.interfaces import Reduce
@@ -127,6 +128,28 @@ def test_ranks_and_a_checkpoint_change_nothing() -> None:
         resumed = DriftEstimate()
         resumed.restore(whole.state())
         whole = resumed
+
+
+def test_another_trainer_has_it_from_parts_of_a_batch() -> None:
+    world, whole = World(40, 8, 0.7, 2), DriftEstimate()
+    step = world.step(5)
+    expected = whole.follow(step, step.mask)["drift"]
+    for cut in ([step], [step.rows(step.group_ids % 3 == part) for part in range(3)]):
+        parts = [
+            F.policy_drift_accumulate(
+                *(s.topk_ids_inf, s.topk_logp_inf, s.ref_logp_at_inf_ids),
+                token_ids=s.token_ids,
+                sketch=s.sketch,
+                advantages=s.advantages,
+                mask=s.mask,
+                group_ids=s.group_ids,
+                step=5,
+            )
+            for s in cut
+        ]
+        squares = torch.tensor(F.policy_drift(F.merge(parts)))
+        assert (squares[0] / squares[1]) ** 0.5 == pytest.approx(expected, rel=1e-5)
+    assert F.policy_drift(parts[0] * 0.0) == (0.0, 0.0)
 
 
 def test_what_is_outside_the_mask_changes_nothing() -> None:
