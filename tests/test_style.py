@@ -17,6 +17,7 @@ PARAMETERS = 8
 MANY_PARAMETERS = {
     "corrections/ais.py: ais": "a signature of the outside contract",
     "corrections/ais.py: ais_weight": "the tensors and settings of that signature",
+    "corrections/drift.py: policy_drift_accumulate": "what other trainers have, by name",
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl.forward": "vLLM's interface",
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl._flash": "FlashAttention's own",
     "rollout/engines/vllm/sparse_cpu.py: SparseCPUImpl.forward": "vLLM's interface",

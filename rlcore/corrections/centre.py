@@ -71,9 +71,9 @@ class CentreSpec(CorrectionSpec):
             refuse(
                 not spec.token_alone,
                 f"{key}=[{','.join(chosen)}] needs weights that depend on one token alone, and "
-                f"{label} as it is set weighs or masks by more (a sequence, a draw, a set, a "
+                f"{label} as it is set weighs by more (a sequence, a draw, a set, a "
                 "tail that is left out): use tis, mis, icepop or ais by token, or jackpot with "
-                "mode=expected, or leave centre out.",
+                "mode=expected, or no centre.",
             )
         refuse(
             not loss_class(objective.loss).token_wise,

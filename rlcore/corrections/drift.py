@@ -59,9 +59,9 @@ def policy_drift_accumulate(
     group_ids: Tensor,
     step: int = 0,
 ) -> Tensor:
-    """Statistics [2 * 257 + 1] float64 of groups of answers, each whole in one call; those of ranks
-    and micro-batches add up. Sums over groups of the sketched drift X, the centred gradient Y and
-    their squared lengths, and n.
+    """Statistics [2 * 257 + 1] float64 of whole groups of answers, to be summed over ranks and
+    micro-batches: over groups, the sketched drift X, the centred gradient Y and their squared
+    lengths, and n.
 
     The actor's stored ids [B, T, k] (-1 pads) and their log-probs, the learner's there; sampled ids
     [B, T]; `last_layer_sketch` [B, T, 32] under the learner; advantages [B, T]; mask [B, T] bool;
