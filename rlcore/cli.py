@@ -76,14 +76,16 @@ def _run(words: list[str]) -> int:
 
 
 def read(words: Sequence[str]) -> Given:
-    """A command's words by their keys. Raises UserError."""
+    """A command's words by their keys; where no run begins, model=FOLDER, data= and reward= as the
+    settings that they stand for. Raises UserError."""
     from rlcore.config.verbs import find, parse
 
     if not find(words)[0].settings:
         return parse(list(words))
     from rlcore.config.groups import setting_names
 
-    return parse(list(words), setting_names(_config_dir(words)))
+    given = parse(list(words), setting_names(_config_dir(words)))
+    return given if given.verb.name == "train" else _of_three_words(given)
 
 
 def _help(words: list[str]) -> int:
@@ -177,8 +179,8 @@ def _chat(given: Given) -> int:
     config = config_of(given)
     from rlcore.commands.chat import chat
 
-    model_named = given.setting("model.path") is not None
-    return chat(config, given.text("checkpoint"), model_named=model_named)
+    named = [given.setting(key) is not None for key in ("model.path", "rollout.max_new_tokens")]
+    return chat(config, given.text("checkpoint"), model_named=named[0], length_named=named[1])
 
 
 def _export(given: Given) -> int:
@@ -385,7 +387,7 @@ def config_of(given: Given) -> RunConfig:
     """Composed before a command is imported, so that a wrong key answers at once."""
     from rlcore.config.compose import load
 
-    given = _of_three_words(given)
+    given = _chosen(given) if given.verb.name == "train" else given
     words, config_dir = list(given.settings), given.text("config_dir")
     policy = given.verb.run_dir
     if policy == "required" or (policy == "new" and given.setting("run_dir") is not None):
@@ -406,26 +408,27 @@ def config_of(given: Given) -> RunConfig:
 
 
 def _of_three_words(given: Given) -> Given:
-    """The words with model=, data= and reward= as the settings that they stand for. A new run also
-    has the settings that are chosen besides, which are printed with their reasons."""
+    """The words with model=, data= and reward= as the settings that they stand for."""
     from rlcore.config.groups import three_words
 
-    if given.verb.key("data") is None:
-        return given
-    config_dir = given.text("config_dir")
-    words = three_words(given.settings, given.own, config_dir)
-    if words is None:
-        return given
-    by_user = [w for w in given.settings if w in words]
-    given = replace(given, settings=tuple(words))
-    if given.verb.name != "train" or given.setting("resume") == "auto":
-        return given
+    part = "heldout" if given.verb.name == "eval" else "train"
+    words = three_words(given.settings, given.own, given.text("config_dir"), part)
+    return given if words is None else replace(given, settings=tuple(words))
+
+
+def _chosen(given: Given) -> Given:
+    """The words of a new run of three words, and before them the settings that are chosen besides,
+    which are printed with their reasons."""
+    named = _of_three_words(given)
+    if named is given or given.setting("resume") == "auto":
+        return named
     from rlcore.commands.choices import completed
 
-    trial = not given.flag("dry_run")
-    words, lines = completed(words, by_user, config_dir, str(RUNS / "new"), trial=trial)
+    by_user = [w for w in given.settings if w in named.settings]
+    config_dir, trial = given.text("config_dir"), not given.flag("dry_run")
+    words, lines = completed(named.settings, by_user, config_dir, str(RUNS / "new"), trial=trial)
     print("\n".join(lines), flush=True)
-    return replace(given, settings=tuple(words))
+    return replace(named, settings=tuple(words))
 
 
 def _new_run(given: Given) -> str:

@@ -8,8 +8,10 @@ import math
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -65,6 +67,17 @@ WORKER_THREADS = Patch(
     "since a fork's torch has read OMP_NUM_THREADS before Ray sets it",
     _RAY,
 )
+# A command says what a signal does. Ray's handlers would take its place: Python's, which exit, and
+# one of C++, which prints a stack and ends the process at once.
+SIGTERM_HANDLER = Patch(
+    "ray._private.utils", "set_sigterm_handler", "to leave SIGTERM to the command", _RAY
+)
+NO_STACK = Patch(
+    "ray._private.ray_constants",
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER",
+    "so that SIGTERM prints no stack of C++",
+    _RAY,
+)
 PATCHES = (
     CONSOLE_POPEN,
     ONLY_LOOPBACK,
@@ -72,6 +85,8 @@ PATCHES = (
     DASHBOARD,
     AUTOSCALER,
     WORKER_THREADS,
+    SIGTERM_HANDLER,
+    NO_STACK,
 )
 
 
@@ -114,13 +129,56 @@ def cluster(
     quiet: dict[str, Any] = {"log_to_driver": logs or bool(stderr), "logging_level": "ERROR"}
     own: list[int] = []  # ids of the processes that Ray starts here
     deadline = time.monotonic() + patience_s
+    settings = quiet | ({} if address is None else {"namespace": f"rlcore-{os.getpid()}"})
+    if address is None:
+        settings |= {"num_cpus": cpus, "object_store_memory": spec.object_store_mib << 20}
+    with _ended_by_sigterm(), SIGTERM_HANDLER.replaced(_keep), NO_STACK.replaced(True):
+        try:
+            if address is not None:
+                _poll(lambda: _check_reachable(address, named), deadline, patience_s)
+            _connect(address, named, own, settings)
+            if stderr is not None:
+                _hand_over(stderr, printed=logs)
+            if address is not None:
+                _poll(lambda: _check_capacity(needed_cpus, needed_gpus), deadline, patience_s)
+                _check_joined_store(store_bytes)
+            yield
+        finally:
+            ray_logging.global_worker_stdstream_dispatcher.remove_handler(STDERR)
+            _shut_down(own)
+
+
+def _keep(_: object) -> None:
+    """Leave SIGTERM's handler as it is."""
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A context that a first SIGTERM ends by KeyboardInterrupt, so that everything is taken down,
+    where the command has not said otherwise; it ignores a second one."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    told = threading.current_thread() is threading.main_thread()  # others get no signals
+    if not told or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _connect(address: str | None, named: str, own: list[int], settings: dict[str, Any]) -> None:
+    """Become the driver of the cluster at `address`, or of our own. Raises UserError."""
     try:
         if address is None:
-            memory = spec.object_store_mib << 20
-            _start_local(own, num_cpus=cpus, object_store_memory=memory, **quiet)
+            _start_local(own, **settings)
         else:
-            _poll(lambda: _check_reachable(address, named), deadline, patience_s)
-            ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **quiet)
+            ray.init(address=address, **settings)
     except ValueError as e:  # of Ray, for what it does not read as an address
         if address is None:
             raise
@@ -130,20 +188,6 @@ def cluster(
         ) from e
     except (ConnectionError, TimeoutError) as e:
         raise UserError(_unreachable(named, message_of(str(e)))) from e
-    except SystemExit as e:
-        # a SIGTERM while Ray started: its own handler, which is in place by then, exits
-        _shut_down(own)
-        raise KeyboardInterrupt from e
-    try:
-        if stderr is not None:
-            _hand_over(stderr, printed=logs)
-        if address is not None:
-            _poll(lambda: _check_capacity(needed_cpus, needed_gpus), deadline, patience_s)
-            _check_joined_store(store_bytes)
-        yield
-    finally:
-        ray_logging.global_worker_stdstream_dispatcher.remove_handler(STDERR)
-        _shut_down(own)
 
 
 def _hand_over(stderr: Callable[[str, str], None], *, printed: bool) -> None:

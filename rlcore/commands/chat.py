@@ -2,6 +2,7 @@
 
 Prompts are encoded and answers decoded as a run's are, and sampled by `rollout.temperature`,
 `rollout.max_new_tokens` and `rollout.stop`; truncation (top-p, top-k, min-p) is not applied.
+Standard output has the answers alone, and standard error what is said about them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlcore.commands.evaluate import to_evaluate
-from rlcore.commands.preflight import note, prepare
+from rlcore.commands.preflight import prepare
 from rlcore.commands.processes import policy_job
 from rlcore.config.schema import RunConfig
 from rlcore.environments.protocol import Message
@@ -29,19 +31,38 @@ from rlcore.models.text import (
 )
 from rlcore.reasons import message_of
 from rlcore.seeding import derive_seed
+from rlcore.spec import refuse
 
 HELP = "an empty line is left out, /new begins another conversation, /quit or Ctrl-D ends"
+UNTRAINED = 1024  # tokens of an answer where neither a run nor a word says how many
 
 
-def chat(config: RunConfig, named: str | None, *, model_named: bool) -> int:
-    """Answer lines of standard input until it ends. Raises UserError as `to_evaluate` does."""
+def note(text: str) -> None:
+    """Print one line to standard error at once."""
+    print(f"rlcore: {text}", file=sys.stderr, flush=True)
+
+
+def chat(config: RunConfig, named: str | None, *, model_named: bool, length_named: bool) -> int:
+    """Answer lines of standard input until it ends. Raises UserError as `to_evaluate` does.
+
+    `length_named`: the command's own words set rollout.max_new_tokens.
+    """
+    refuse(
+        config.model.diffusion is not None,
+        "model.diffusion is set, and rlcore chat talks to causal models only: look at the samples "
+        "in report.html, or use rlcore eval.",
+    )
     path, checkpoint = to_evaluate(config, named, model_named)
+    note(f"loading {checkpoint or path}")
+    most = config.rollout.max_new_tokens if length_named or checkpoint else UNTRAINED
     with _weights(config, path, checkpoint) as folder:
-        model = ChatModel(config, path, folder)
-    shown = sys.stdin.isatty()
+        model = ChatModel(config, path, folder, most)
     note(f"chat with {checkpoint or path}: {HELP}")
     if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
         note("answers here are of the whole distribution: top_p, top_k and min_p are not applied")
+    shown = sys.stdin.isatty()
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text costs itself alone
     return converse(model.answer, sys.stdin, sys.stdout, prompt="> " if shown else "")
 
 
@@ -89,15 +110,17 @@ def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> in
             except KeyboardInterrupt:
                 pass
             except UserError as error:
-                out.write(str(error))
+                note(str(error))
             out.write("\n")
+            out.flush()
 
 
 class ChatModel:
     """A causal model on the first GPU, if there is one, else on the CPU."""
 
-    def __init__(self, config: RunConfig, path: str, folder: Path) -> None:
-        """`path`: of the tokenizer and of what ends an answer; `folder`: of the weights."""
+    def __init__(self, config: RunConfig, path: str, folder: Path, most: int) -> None:
+        """`path`: of the tokenizer and of what ends an answer; `folder`: of the weights; `most`:
+        tokens of an answer."""
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -114,52 +137,72 @@ class ChatModel:
                 dtype=dtype,
                 attn_implementation="eager",
                 local_files_only=True,
+                trust_remote_code=False,  # else it asks, and reads the answer from our questions
                 use_safetensors=True,  # another format would be unpickled
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise UserError(
                 f"model.path={path} cannot be loaded as a causal model ({message_of(str(error))}): "
                 "name another folder."
             ) from error
         self._lm = lm.to(self._device).eval()
         self._ends = end_ids(self._tokenizer, path)
+        text = self._lm.config.get_text_config()
+        self._holds = getattr(text, "max_position_embeddings", None) or config.model.max_len
+        self._path, self._most = path, most
         self._asked = 0
 
     def answer(self, said: Sequence[Message], show: Callable[[str], None]) -> str:
         """A sampled answer, shown piece by piece. Without a chat template the last question alone
-        is what the model reads, as in training."""
+        is what the model reads, as in training. Raises UserError for a conversation that fills the
+        model."""
         import torch
 
         template = self._config.model
         asked = said if uses_template(self._tokenizer, template) else said[-1:]
         ids = encode_prompt(self._tokenizer, asked, template)
+        room = self._holds - len(ids)
+        refuse(
+            room < 1,
+            f"model.path={self._path} holds {self._holds} tokens and this conversation has "
+            f"{len(ids)}: begin another one with /new.",
+        )
+        refuse(
+            not ids,
+            f"model.path={self._path} has no token for any character of this question: ask in "
+            "words that its tokenizer knows.",
+        )
         chance = torch.Generator().manual_seed(derive_seed(self._config.seed, "chat", self._asked))
         self._asked += 1
         found: list[int] = []
         text = ""
         for token in self._sampled(ids, chance):
+            if token in self._ends:
+                return text
             found.append(token)
             whole = decode_response(self._tokenizer, found)
             if not whole.endswith("\ufffd"):  # a character of several tokens is not whole yet
                 show(whole[len(text) :])
                 text = whole
             if any(stop in text for stop in self._config.rollout.stop):
+                return text
+            if len(found) == min(self._most, room):
                 break
+        full = f"the conversation fills the {self._holds} tokens that the model holds: /new"
+        note(f"cut off: {f'rollout.max_new_tokens={self._most}' if self._most <= room else full}")
         return text
 
     def _sampled(self, ids: Sequence[int], chance: Any) -> Iterator[int]:
         import torch
 
-        rollout = self._config.rollout
+        temperature = self._config.rollout.temperature
         given = torch.tensor([list(ids)], device=self._device)
         past = None
-        for _ in range(rollout.max_new_tokens):
+        while True:
             with torch.no_grad():
                 out = self._lm(input_ids=given, past_key_values=past, use_cache=True)
             past = out.past_key_values
-            probabilities = (out.logits[0, -1].float() / rollout.temperature).softmax(-1).cpu()
+            probabilities = (out.logits[0, -1].float() / temperature).softmax(-1).cpu()
             token = int(torch.multinomial(probabilities, 1, generator=chance))
-            if token in self._ends:
-                return
             yield token
             given = torch.tensor([[token]], device=self._device)

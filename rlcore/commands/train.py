@@ -348,7 +348,6 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
     config = slowed(run.scale.start_with(run.config))
     size = stored_bytes(config, prepared.tokenizer)
     with connected(config, store_bytes=size, patience_s=patience_s, stderr=run.logger.stderr):
-        run.stop.interrupt()  # Ray has installed a handler of its own
         reporter.activity("start", "the processes to answer", start.progress.step)
         # A checkpoint continues the model it was made of, whatever model.path says by now.
         kept = start.state.get("model_path")

@@ -336,12 +336,13 @@ DATA, REWARD = "data", "reward"
 
 
 def three_words(
-    words: Sequence[str], own: Mapping[str, str], config_dir: str | None
+    words: Sequence[str], own: Mapping[str, str], config_dir: str | None, part: str = "train"
 ) -> list[str] | None:
     """The words with these three in place of what they stand for, or None where none is given.
 
-    `words`: settings of a run; `own`: data= and reward=. A reward is FILE.py:FUNCTION,
-    MODULE:FUNCTION, or a shipped task that grades rows, such as gsm8k. Raises UserError.
+    `words`: settings of a run; `own`: data= and reward=; `part`: of the task, that data= has. A
+    reward is FILE.py:FUNCTION, MODULE:FUNCTION, or a shipped task that grades rows, such as gsm8k.
+    Raises UserError.
     """
     options = groups(config_dir)
     model = _model(words, options["model"])
@@ -356,7 +357,7 @@ def three_words(
         found += [] if "task" in given else ["task=file"]
         found += [] if reward is None else [f"task.args.grader={_function(reward)}"]
     if DATA in own:
-        found.append(f"task.args.train_path={own[DATA]}")
+        found.append(f"task.args.{part}_path={own[DATA]}")
     return [*found, *(word for word in words if word != f"model={model}")]
 
 

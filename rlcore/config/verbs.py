@@ -127,7 +127,7 @@ VERBS: Mapping[str, Verb] = {
             "try",
             "show prompts as the model will see them, and the grader's verdicts on known answers",
             (
-                "rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]",
+                "rlcore try task=NAME [n=5] [model=FOLDER] [key=value ...]",
                 "rlcore try task=NAME environment=NAME [say=TEXT|url=URL] [n=5] [key=value ...]",
             ),
             (
@@ -158,9 +158,9 @@ VERBS: Mapping[str, Verb] = {
             "evaluate a run's checkpoint, or a Hugging Face folder",
             (
                 "rlcore eval [run_dir=DIR] [checkpoint=PATH] [key=value ...]",
-                "rlcore eval model.path=FOLDER task=NAME [run_dir=DIR] [key=value ...]",
+                "rlcore eval model=FOLDER data=FILE reward=FILE.py:FUNCTION [key=value ...]",
             ),
-            (CHECKPOINT, CONFIG_DIR),
+            (*THREE_WORDS, CHECKPOINT, CONFIG_DIR),
             run_dir="newest",
         ),
         Verb(
@@ -168,7 +168,7 @@ VERBS: Mapping[str, Verb] = {
             "talk to a run's policy, or to a Hugging Face folder, line by line",
             (
                 "rlcore chat [run_dir=DIR] [checkpoint=PATH] [rollout.temperature=T]",
-                "rlcore chat model.path=FOLDER [rollout.max_new_tokens=N]",
+                "rlcore chat model=FOLDER [rollout.max_new_tokens=N]",
             ),
             (CHECKPOINT, CONFIG_DIR),
             run_dir="newest",

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,11 +193,15 @@ def test_every_role_without_resources_runs_beside_the_driver(monkeypatch):
 
 
 @pytest.mark.cluster
-def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monkeypatch):
+def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monkeypatch, capfd):
+    """SIGTERM ends it, and nothing is printed: Ray's handler of C++ would print a stack."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     driver = psutil.Process()
     before = set(driver.children(recursive=True))  # of tests that ran earlier
-    with cluster(spec(), needed_cpus=1, needed_gpus=0):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        cluster(spec(), needed_cpus=1, needed_gpus=0),
+    ):
         niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
         assert ray.get(niceness.remote(), timeout=deadline(60)) == os.nice(0)
         # as W&B's service is, which starts beside Ray
@@ -208,6 +214,9 @@ def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monke
                 words += " ".join(process.cmdline())
         assert "gcs_server" in words and "raylet" in words
         assert "dashboard.py" not in words and "/monitor.py" not in words
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(deadline(10))
+    assert "SIGTERM" not in capfd.readouterr().err
     try:
         assert other.poll() is None
         _, left = psutil.wait_procs(processes, timeout=deadline(30))
@@ -301,12 +310,14 @@ def test_a_head_that_refuses_connections_is_lost_where_the_cluster_was_joined(mo
     assert not joined_head_lost(None)  # one of this process, which ends it
 
 
-def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
-    """Ray's own handler exits with the number of the signal, as if that were a result."""
+def test_a_signal_inside_ray_s_start_interrupts_the_command(monkeypatch):
+    """Also a command that says nothing of SIGTERM itself, which is as before afterwards."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def start(**settings):
-        raise SystemExit(15)
+        ray._private.utils.set_sigterm_handler(lambda *_: pytest.fail("Ray's handler"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("no signal came")
 
     monkeypatch.setattr(ray, "init", start)
     with (
@@ -314,6 +325,7 @@ def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
         cluster(spec(), needed_cpus=1, needed_gpus=0),
     ):
         pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.cluster

@@ -1,9 +1,15 @@
 """`rlcore chat`: what a conversation is, and that its answers are the model's."""
 
 import io
+import os
+import signal
+import string
+import subprocess
+import sys
 
 import pytest
 import torch
+from timing import deadline
 
 from rlcore.cli import main
 from rlcore.commands.chat import ChatModel, converse
@@ -47,7 +53,7 @@ def test_a_last_line_without_an_end_is_answered():
     assert echoed("one", prompt="> ")[0] == "> you said one\n> \n"
 
 
-def test_ctrl_c_and_a_refusal_end_an_answer_and_not_the_conversation():
+def test_ctrl_c_and_a_refusal_end_an_answer_and_not_the_conversation(capsys):
     out = io.StringIO()
 
     def answer(said, show):
@@ -60,21 +66,94 @@ def test_ctrl_c_and_a_refusal_end_an_answer_and_not_the_conversation():
         return "whole"
 
     assert converse(answer, io.StringIO("one\ntwo\nthree\n"), out) == 0
-    assert out.getvalue() == "half\nhalfrefused.\nhalf\n"
+    assert out.getvalue() == "half\nhalf\nhalf\n"
+    assert capsys.readouterr().err == "rlcore: refused.\n"
 
 
-def test_answers_are_the_model_s_own(folder, tmp_path):
-    words = [f"model.path={folder}", "model=path", f"run_dir={tmp_path}", "model.max_len=64"]
-    words += ["rollout.max_new_tokens=12", "rollout.temperature=1e-6"]
-    model, shown = ChatModel(load(words), str(folder), folder), []
-    answer = model.answer([{"role": "user", "content": "3 1 2 "}], shown.append)
+def talker(folder, tmp_path, most=12, temperature=1e-6):
+    words = [f"model.path={folder}", "model=path", f"run_dir={tmp_path}"]
+    config = load([*words, f"rollout.temperature={temperature}"])
+    return ChatModel(config, str(folder), folder, most)
+
+
+def asked(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_answers_are_the_model_s_own(folder, tmp_path, capsys):
+    model, shown = talker(folder, tmp_path), []
+    answer = model.answer(asked("3 1 2 "), shown.append)
     tokenizer = load_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode("3 1 2 ", add_special_tokens=False)])
     greedy = model._lm.generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=0)
     assert answer == tokenizer.decode(greedy[0, ids.shape[1] :], skip_special_tokens=True)
     assert "".join(shown) == answer
+    assert capsys.readouterr().err == "rlcore: cut off: rollout.max_new_tokens=12\n"
+
+
+def test_an_answer_ends_where_the_model_is_full_and_a_longer_question_is_refused(
+    folder, tmp_path, capsys
+):
+    model = talker(folder, tmp_path, most=100)
+    answer = model.answer(asked("1" * 60), lambda piece: None)
+    assert len(answer) == 4
+    assert "fills the 64 tokens that the model holds: /new" in capsys.readouterr().err
+    with pytest.raises(UserError, match="holds 64 tokens and this conversation has 64: begin"):
+        model.answer(asked("1" * 64), lambda piece: None)
+
+
+@pytest.mark.processes
+def test_a_conversation_by_pipes(tmp_path):
+    """Ctrl-C ends an answer and, between answers, the command; no byte ends either."""
+    spec = FreshModelSpec(hidden_size=32, layers=1, intermediate_size=64)
+    folder = tmp_path / "model"
+    build_fresh_model(folder, string.printable, spec, seed=0, max_len=1 << 14)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not this') }}"
+        "{% endif %}{{ m.content }}\n{% endfor %}"
+    )
+    words = ["chat", f"model={folder}", "model.max_len=30000", "rollout.max_new_tokens=20000"]
+    words.append("rollout.temperature=1e-6")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlcore.cli", *words],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=tmp_path,
+    ) as process:
+        try:
+            stopped = [_stopped(process, line) for line in (b"one\n", b"\xff caf\xc3\n")]
+            out, said = process.communicate(
+                b"no\n" + b"x" * (1 << 14) + b"\n/new\n", timeout=deadline(60)
+            )
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    lines = [line for line in said.decode().splitlines() if line.startswith("rlcore: ")]
+    assert "loading" in lines[0] and "/quit or Ctrl-D ends" in lines[1]
+    assert "not this" in lines[2] and "begin another one with /new" in lines[3]
+    assert len(lines) == 4 and "Traceback" not in said.decode() and out == b"\n\n"
+    assert all(1 < len(answer) < 1 << 14 for answer in stopped)
+
+
+def _stopped(process, asked):
+    """The answer so far, and the end of its line, when it is stopped soon after it begins."""
+    process.stdin.write(asked)
+    process.stdin.flush()
+    found = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    while not found.endswith(b"\n"):
+        found += os.read(process.stdout.fileno(), 1 << 16)
+    return found
 
 
 def test_a_folder_without_a_model_is_one_sentence(tmp_path, capsys):
-    assert main(["chat", f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}"]) == 2
+    assert main(["chat", f"model={tmp_path}", f"run_dir={tmp_path / 'run'}"]) == 2
     assert "model.path=" in capsys.readouterr().err
+
+
+def test_a_diffusion_model_is_refused(tmp_path, capsys):
+    words = ["experiment=diffusion", f"run_dir={tmp_path}"]
+    assert main(["chat", *words]) == 2
+    assert "rlcore chat talks to causal models only" in capsys.readouterr().err

@@ -76,6 +76,15 @@ def test_three_words_are_a_model_rows_and_a_reward():
     assert "task=gsm8k" in shipped and "model.path=OWNER/NAME" in shipped
 
 
+def test_other_commands_take_the_words_too_and_eval_reads_the_rows_as_held_out(tmp_path):
+    model = f"model={tmp_path / 'model'}"
+    named = ("model=path", f"model.path={tmp_path / 'model'}")
+    for verb in ("chat", "plan", "sft", "sweep"):
+        assert cli.read([verb, model, "run_dir=r"]).settings == (*named, "run_dir=r")
+    words = cli.read(["eval", model, "data=rows.jsonl", "reward=gsm8k"]).settings
+    assert words == (*named, "task=gsm8k", "task.args.heldout_path=rows.jsonl")
+
+
 def test_a_reward_that_is_neither_is_refused():
     with pytest.raises(UserError, match=r"reward=grade is not accepted: give FILE.py:FUNCTION"):
         three_words([], {"data": "rows.jsonl", "reward": "grade"}, None)
