@@ -50,11 +50,11 @@ nightly: venv  ## the tests marked nightly (all faults), documented commands (de
 	$(MAKE) mutants
 
 soak: venv  ## quickstart for an hour, an actor killed every two minutes
-	$(PY) benchmarks/soak.py --minutes 60
+	$(PY) -m benchmarks.faults.soak --minutes 60
 
 mutants: venv  ## one wrong line at a time: do the tests notice? (COUNT=20 SEED=3: random ones, too)
-	nice $(PY) benchmarks/mutants.py
-	test -z "$(COUNT)" || nice $(PY) benchmarks/mutants.py --random $(COUNT) --seed $(or $(SEED),0)
+	nice $(PY) -m benchmarks.mutants.mutants
+	test -z "$(COUNT)" || nice $(PY) -m benchmarks.mutants.mutants --random $(COUNT) --seed $(or $(SEED),0)
 
 rules: venv  ## ruff, import rules; warnings on style
 	$(PY) -m ruff check rlcore tests benchmarks docs
@@ -86,13 +86,13 @@ docs-commands: venv  ## run the documented commands: the bash blocks that are ta
 	$(PY) tests/run_documented.py
 
 faults: venv  ## cause every fault for real, rewrite benchmarks/results/faults_cpu.md (half an hour)
-	$(PY) benchmarks/faults.py --out benchmarks/results/faults_cpu.md
+	$(PY) -m benchmarks.faults.faults --out benchmarks/results/faults_cpu.md
 
 models: venv  ## prove every family of models or show its refusal, rewrite docs/models.md (half an hour)
-	nice $(PY) benchmarks/models.py --out docs/models.md
+	nice $(PY) -m benchmarks.models.models --out docs/models.md
 
 referee: venv  ## judge the losses of released trainers, rewrite docs/referee.md (ten minutes)
-	nice $(PY) benchmarks/referee_peers.py --out docs/referee.md
+	nice $(PY) -m benchmarks.peers.referee_peers --out docs/referee.md
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .venv-docs site .pytest_cache .mypy_cache .ruff_cache

@@ -19,6 +19,15 @@ import psutil
 from rlcore.metrics.rows import run_rows
 
 
+def again() -> list[str]:
+    """The command of the benchmark that runs, for another process of it. Raises RuntimeError where
+    it was not started by `python -m`."""
+    module = sys.modules["__main__"].__spec__
+    if module is None:
+        raise RuntimeError("benchmarks are started by python -m benchmarks.FOLDER.NAME")
+    return [sys.executable, "-m", module.name]
+
+
 @dataclass(slots=True)
 class Run:
     """One finished command."""

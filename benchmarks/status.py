@@ -1,7 +1,7 @@
 """Records what was run where, from which `python docs/generate.py` makes docs/status.md.
 
-    python benchmarks/status.py cpu "Whole asynchronous run" --by "make quickstart" --page FILE
-    python benchmarks/status.py h100 --check gpu_check_a.jsonl ...   all parts that were measured
+    python -m benchmarks.status cpu "Whole asynchronous run" --by "make quickstart" --page FILE
+    python -m benchmarks.status h100 --check gpu_check_a.jsonl ...   all parts that were measured
 
 One line of `benchmarks/results/status.jsonl` for each pair of a feature and a place; a new record
 replaces the old one. `--by` names the script, test or command that ran it, `--page` its results.
@@ -110,7 +110,7 @@ def run_and_record(main: Callable[[], int | None], script: str, file: Path = FIL
     """Run a benchmark's `main` and record how it ended, then exit with its code. `python FILE
     --help` and unfinished runs (Ctrl-C) record nothing."""
     what, page = SHOWS[Path(script).stem]
-    by = f"benchmarks/{Path(script).name}"
+    by = str(Path(script).resolve().relative_to(ROOT))
     code, outcome = 1, "failed"
     try:
         code = main() or 0

@@ -10,12 +10,12 @@ from pathlib import Path
 from textwrap import fill
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS), str(DOCS.parent / "benchmarks")]
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 from gallery import curves_of_all, pictures
 from pydantic import BaseModel
-from status import PLACES, lines
 
+from benchmarks.status import PLACES, lines
 from rlcore.advisor.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
 from rlcore.config.combinations import PROVEN, REFUSED, WAYS, refused, sentence
 from rlcore.config.groups import COMMAND_LINES, groups

@@ -186,12 +186,19 @@ def _of_self(node: ast.expr) -> bool:
 def import_cycle(folder: Path) -> list[str]:
     """One cycle among the files of a folder of scripts, or [] where there is none.
 
-    A script names its neighbours by their bare module names. Imports inside functions and under
-    TYPE_CHECKING count too.
+    Files of one folder tree have different names, and import each other by their bare or dotted
+    names. Imports inside functions and under TYPE_CHECKING count too.
     """
     found = sources(folder)
-    known = {source.path.stem for source in found}
-    edges = {source.path.stem: imported(source.tree) & known for source in found}
+    dotted = {
+        ".".join(source.path.relative_to(folder.parent).with_suffix("").parts): source.path.stem
+        for source in found
+    }
+    names = dotted | {stem: stem for stem in dotted.values()}
+    edges = {
+        source.path.stem: {names[name] for name in imported(source.tree) if name in names}
+        for source in found
+    }
     for start in edges:
         trail = _path_back(start, edges)
         if trail:

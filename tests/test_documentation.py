@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from evidence_studies import STUDIES
 
+from benchmarks.evidence.evidence_studies import STUDIES
 from rlcore.config.groups import groups
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.metrics.names import METRICS

@@ -227,10 +227,8 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys, monkeypatch):
 @pytest.mark.processes
 @pytest.mark.timeout(1300)  # installs packages
 def test_the_page_has_the_verdicts_on_published_losses():
-    script = ROOT / "benchmarks" / "referee_peers.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=deadline(1200)
-    )
+    script = [sys.executable, "-m", "benchmarks.peers.referee_peers"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=deadline(1200))
     if "No matching distribution" in done.stderr or "Connection" in done.stderr:
         pytest.skip("the packages cannot be installed here")
     assert done.returncode == 0, done.stderr

@@ -179,7 +179,7 @@ class _Status:
             self._ended[name] = report.passed and self._ended.get(name, True)
 
     def pytest_sessionfinish(self) -> None:
-        import status  # of benchmarks/, where suites of these tiers run
+        from benchmarks import status  # of benchmarks/, where suites of these tiers run
 
         file = self._file or status.FILE
         for line in status.lines(file):

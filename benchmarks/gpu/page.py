@@ -15,8 +15,8 @@ from typing import Any
 
 from check import PARTS
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import status
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks import status
 
 Row = dict[str, Any]
 CHECK = tuple(p.name for p in PARTS)

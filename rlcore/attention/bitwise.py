@@ -10,7 +10,7 @@ other kernels, and attention, whose kernels divide the keys by how many there ar
 have `LEAST` rows at least, and attention is a product with all `length` positions that a sequence
 may have, those that are not attended to masked.
 
-`benchmarks/bitwise.py` measures each operation, and what vLLM's own kernels leave.
+`benchmarks/evidence/bitwise.py` measures each operation, and what vLLM's own kernels leave.
 """
 
 from __future__ import annotations

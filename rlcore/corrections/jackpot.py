@@ -14,7 +14,7 @@ token stays in the mask with weight 0, as the zeros of MIS, IcePop and DVP do. `
 takes this wherever the mean is not over all tokens at once. Z would shrink a sum over a constant by
 the acceptance rate. It would bias a mean of sequence means (by 25% on the bandit of the tests, at
 75% acceptance). Under token-mean Z has 6% to 19% less variance and, weighing states by their
-acceptance, 2% bias at 70% acceptance (benchmarks/jackpot_variance.py).
+acceptance, 2% bias at 70% acceptance (benchmarks/evidence/jackpot_variance.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import contextlib
 import json
 
-import agents
+from benchmarks.speed import agents
 
 
 def run(kind, seed, **changes):

@@ -5,9 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from agreement_tables import agreement, capped, kept, normaliser, safe_set, winners, worst
-from drawn import LOG_ZERO, Sums, compare, load, padded, save, whole_vocabulary
 
+from benchmarks.evidence.agreement_tables import (
+    agreement,
+    capped,
+    kept,
+    normaliser,
+    safe_set,
+    winners,
+    worst,
+)
+from benchmarks.evidence.drawn import LOG_ZERO, Sums, compare, load, padded, save, whole_vocabulary
 from rlcore.testing.records import make_trajectory
 
 VOCAB = 50

@@ -2,8 +2,9 @@
 
 import json
 
-import alarms
 from run_rows import after, rows
+
+from benchmarks.evidence import alarms
 
 
 def line(age, final, reward, kl=0.0):

@@ -1,9 +1,9 @@
 """The study of centring: its runs, its gate, and its statements."""
 
-import centring_study as study
 import pytest
 import torch
 
+from benchmarks.evidence import centring_study as study
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 

@@ -3,10 +3,19 @@ lines."""
 
 from pathlib import Path
 
-import evidence
 import pytest
-from evidence_studies import UNCORRECTED
-from evidence_tables import LEVEL, family, final, holm, interval, on_actors, paired
+
+from benchmarks.evidence import evidence
+from benchmarks.evidence.evidence_studies import UNCORRECTED
+from benchmarks.evidence.evidence_tables import (
+    LEVEL,
+    family,
+    final,
+    holm,
+    interval,
+    on_actors,
+    paired,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-import demo
 import pytest
 import yaml
+
+from benchmarks.speed import demo
 
 RUN = {
     "steps": 60,

@@ -2,9 +2,8 @@
 
 from types import SimpleNamespace
 
-from draft import worked
-from drawn import Sums
-
+from benchmarks.evidence.drawn import Sums
+from benchmarks.speed.draft import worked
 from rlcore.testing.records import make_trajectory
 
 

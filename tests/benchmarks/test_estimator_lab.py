@@ -3,13 +3,13 @@
 import json
 import math
 
-import estimator_lab
-import estimator_lab_page
 import numpy as np
 import pytest
 import torch
-from estimator_lab import World, cell, identity, mismatched, rounded
-from estimator_lab_page import n_star
+
+from benchmarks.evidence import estimator_lab, estimator_lab_page
+from benchmarks.evidence.estimator_lab import World, cell, identity, mismatched, rounded
+from benchmarks.evidence.estimator_lab_page import n_star
 
 SEEDS = (0, 1, 2, 3)
 

@@ -7,19 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import evidence
-import evidence_gates
-import evidence_page
-import evidence_tables
-import evidence_trl
 import numpy as np
 import pytest
-from evidence_programme import PROGRAMME, Hypothesis
-from evidence_studies import MOVED, STUDIES, Held, Study
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from benchmarks.evidence import (
+    evidence,
+    evidence_gates,
+    evidence_page,
+    evidence_tables,
+    evidence_trl,
+)
+from benchmarks.evidence.evidence_programme import PROGRAMME, Hypothesis
+from benchmarks.evidence.evidence_studies import MOVED, STUDIES, Held, Study
 from rlcore.commands.derived import evaluation_actor
 from rlcore.commands.preflight import make_tasks
 from rlcore.config.compose import load

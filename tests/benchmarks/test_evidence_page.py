@@ -3,13 +3,13 @@
 import re
 from dataclasses import replace
 
-import evidence_page
-import evidence_tables
 import pytest
-from evidence_gates import Bound, Gate, mean
-from evidence_held import held_rows, second_half
-from evidence_programme import Hypothesis, Registered
-from evidence_studies import Held, Study
+
+from benchmarks.evidence import evidence_page, evidence_tables
+from benchmarks.evidence.evidence_gates import Bound, Gate, mean
+from benchmarks.evidence.evidence_held import held_rows, second_half
+from benchmarks.evidence.evidence_programme import Hypothesis, Registered
+from benchmarks.evidence.evidence_studies import Held, Study
 
 STUDY = Study(
     experiment="evidence/jackpot",

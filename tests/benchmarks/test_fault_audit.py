@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from job import recount, trained_on
+
+from benchmarks.faults.job import recount, trained_on
 
 
 def record(tmp_path, *lines):

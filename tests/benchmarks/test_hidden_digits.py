@@ -1,8 +1,8 @@
 import pytest
-from hidden_digits import LETTERS, HiddenDigits
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.evidence.hidden_digits import LETTERS, HiddenDigits
 from rlcore.tasks.arguments import ArgumentError
 
 TASK = HiddenDigits(letters=40)

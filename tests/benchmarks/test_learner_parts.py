@@ -1,6 +1,6 @@
 """How the parts of a learner step are measured: in turns, the first round apart."""
 
-import learner_parts
+from benchmarks.speed import learner_parts
 
 
 def test_parts_take_turns_and_the_first_round_does_not_count(monkeypatch):

@@ -2,9 +2,10 @@
 
 import json
 
-import limit
 import pytest
 import torch
+
+from benchmarks.speed import limit
 
 
 def test_a_run_s_share_is_at_the_speed_that_was_measured(monkeypatch, tmp_path):

@@ -1,7 +1,8 @@
 """The page of forecast and measured mixes."""
 
-import mixes
 import pytest
+
+from benchmarks.evidence import mixes
 
 
 def line(fleet, **tokens):

@@ -7,14 +7,22 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-import model_cells
-import models
 import numpy as np
 import pytest
-from model_cells import COLUMNS, EQUAL, EXPORT, LAYOUTS, Row, WrongError, prove_learner
-from model_families import FAMILIES, Family
 
-ROOT = Path(models.__file__).parents[1]
+from benchmarks.models import model_cells, models
+from benchmarks.models.model_cells import (
+    COLUMNS,
+    EQUAL,
+    EXPORT,
+    LAYOUTS,
+    Row,
+    WrongError,
+    prove_learner,
+)
+from benchmarks.models.model_families import FAMILIES, Family
+
+ROOT = Path(models.__file__).parents[2]
 
 
 def test_the_page_has_the_rows_of_all_families():

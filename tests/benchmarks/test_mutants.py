@@ -4,8 +4,9 @@ import ast
 import tomllib
 from pathlib import Path
 
-import mutants
 import pytest
+
+from benchmarks.mutants import mutants
 
 LIST = Path(mutants.__file__).with_suffix(".toml")
 

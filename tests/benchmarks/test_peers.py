@@ -3,9 +3,9 @@
 import json
 from dataclasses import replace
 
-import peer_loads
-import peers
 import pytest
+
+from benchmarks.peers import peer_loads, peers
 
 WHO = {"TRL": 3.0, peers.ASYNC: 1.5, peers.ON_POLICY: 2.4}
 

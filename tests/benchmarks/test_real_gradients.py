@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-import real_gradients
-import real_gradients_page
 import torch
-from real_gradients import Actor, Drawn, Sketched
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.evidence import real_gradients, real_gradients_page
+from benchmarks.evidence.real_gradients import Actor, Drawn, Sketched
 from rlcore.corrections import functional as F
 
 VOCAB, ENDS = 30, torch.arange(30) == 7

@@ -1,8 +1,9 @@
 """What is said of a run's processes and of the parts of its steps."""
 
 import pytest
-from harness import role
-from real_run import memory, seconds
+
+from benchmarks.harness import role
+from benchmarks.speed.real_run import memory, seconds
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from sparse_kl import FewShot, by_group
 
+from benchmarks.evidence.sparse_kl import FewShot, by_group
 from rlcore.tasks.gsm8k import Gsm8k
 from rlcore.testing.records import make_trajectory
 
@@ -24,7 +24,7 @@ def prompts(tmp_path, monkeypatch):
         def decode(self, ids, skip_special_tokens=True):
             return f"#### {ids[-1]}"
 
-    monkeypatch.setattr("drawn.load_tokenizer", lambda model: Words())
+    monkeypatch.setattr("benchmarks.evidence.drawn.load_tokenizer", lambda model: Words())
     return FewShot("model", Gsm8k(train_path=str(data)), 60)
 
 

@@ -6,9 +6,10 @@ from datetime import date
 from types import SimpleNamespace
 
 import pytest
-import status
-from status import FILE, PARTS, PLACES, ROOT, lines, measured, record, run_and_record
 from tier_plugin import _Status
+
+from benchmarks import status
+from benchmarks.status import FILE, PARTS, PLACES, ROOT, lines, measured, record, run_and_record
 
 
 def test_a_record_replaces_that_of_its_place_and_that_of_none(tmp_path):
@@ -35,7 +36,7 @@ def test_a_benchmark_records_how_it_ended(tmp_path):
 
     def ends(main):
         with pytest.raises((SystemExit, OSError)):
-            run_and_record(main, "benchmarks/soak.py", file)
+            run_and_record(main, "benchmarks/faults/soak.py", file)
         return lines(file)[0]["outcome"] if file.exists() else None
 
     def raises():
@@ -44,7 +45,7 @@ def test_a_benchmark_records_how_it_ended(tmp_path):
     assert ends(lambda: sys.exit(0)) is None  # --help
     assert ends(lambda: None) == "passed"
     (line,) = lines(file)
-    assert line["by"] == "benchmarks/soak.py" and line["versions"]["torch"]
+    assert line["by"] == "benchmarks/faults/soak.py" and line["versions"]["torch"]
     assert date.fromisoformat(line["date"])
     assert [ends(lambda: 1), ends(raises)] == ["failed", "failed: OSError"]
     assert ends(lambda: sys.exit("wrong")) == "failed"
@@ -69,7 +70,8 @@ def test_slow_tests_record_how_their_files_ended(tmp_path):
 
 def test_every_benchmark_of_the_page_records_itself():
     for name, (what, page) in status.SHOWS.items():
-        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        (script,) = (ROOT / "benchmarks").glob(f"*/{name}.py")
+        text = script.read_text()
         assert "run_and_record(main, __file__)" in text, name
         assert (what, "cpu") in {(line["what"], line["where"]) for line in lines(FILE)}
         assert (status.RESULTS / page).exists()

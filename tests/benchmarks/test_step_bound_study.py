@@ -4,11 +4,12 @@ import json
 from functools import partial
 from statistics import fmean
 
-import late_learner
 import numpy as np
 import pytest
-import step_bound_study as study
-from late_learner import Problem, Sampled
+
+from benchmarks.evidence import late_learner
+from benchmarks.evidence import step_bound_study as study
+from benchmarks.evidence.late_learner import Problem, Sampled
 
 TOP = np.zeros((2, 0))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from conftest import rows
-from demo import MODES, PROMPTS, gain_in_errors
 from timing import deadline
+
+from benchmarks.speed.demo import MODES, PROMPTS, gain_in_errors
 
 ROOT = Path(__file__).parents[2]
 NO_REGISTRY = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}

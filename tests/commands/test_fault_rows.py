@@ -1,17 +1,18 @@
 """Every row of benchmarks/results/faults_cpu.md: the fault in a real run, recovery, and audit.
 
-The rows are those of benchmarks/faults.py, which also writes the table. All of them run every
-night; `--turn N` selects two that rotate with N, for `make test-slow` and its like."""
+benchmarks/faults/faults.py declares the rows and writes the table. All of them run every night;
+`--turn N` selects two that rotate with N, for `make test-slow` and its like."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import faults
 import pytest
-from job import Job
 from timing import deadline
+
+from benchmarks.faults import faults
+from benchmarks.faults.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {name: title for name, (title, _) in faults.FAULTS.items()}

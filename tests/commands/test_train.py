@@ -13,7 +13,7 @@ from rlcore.cluster.kernels import KERNELS
 from rlcore.metrics.log import read_log
 from rlcore.spare_cores import cores
 
-INJECTION = Path(__file__).resolve().parents[2] / "benchmarks" / "fault_injection"
+INJECTION = Path(__file__).resolve().parents[2] / "benchmarks" / "faults" / "fault_injection"
 
 CONTRACT = [
     "step",

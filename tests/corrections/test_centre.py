@@ -296,7 +296,7 @@ def test_every_list_is_accepted_or_refused_in_a_sentence() -> None:
         (
             "correction=[centre,jackpot] correction.jackpot.mode=expected "
             "correction.jackpot.tail=none",
-            "a tail that is left out",
+            "weighs by more",
         ),
         ("correction=[centre,dvp]", "dvp as it is set weighs"),
         ("correction=[centre] rollout.logprobs_k=0", "rollout.logprobs_k=0"),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from estimator_lab import RESULTS
-from estimator_lab_page import n_star
 
+from benchmarks.evidence.estimator_lab import RESULTS
+from benchmarks.evidence.estimator_lab_page import n_star
 from rlcore.corrections.decisions import regimes, regimes_of, typical_n_star
 from rlcore.corrections.specs import CORRECTIONS
 

@@ -4,9 +4,9 @@ itself, on answers of an exact age that it samples in this process."""
 from functools import partial
 from statistics import fmean
 
-import late_learner
 import pytest
 
+from benchmarks.evidence import late_learner
 from rlcore.learner.specs import LearnerSpec
 
 AGE, STEPS = 4, 40

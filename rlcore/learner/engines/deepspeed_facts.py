@@ -1,8 +1,8 @@
 """Facts of DeepSpeed as a training engine: the settings that it reads, and its memory.
 
 The memory follows what DeepSpeed 0.19 allocates (`learner/engines/deepspeed.py`), and is compared
-with what real ranks of small models hold in benchmarks/memory_table.py. Allocators and libraries
-add to it; nothing here has been measured on a GPU. No torch.
+with what real ranks of small models hold in benchmarks/memory/memory_table.py. Allocators and
+libraries add to it; nothing here has been measured on a GPU. No torch.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.L
 # vLLM's engine core, driven directly.
 #
 # Its outputs stay arrays: vLLM's own output processor turns every log-prob into Python objects,
-# which costs more than computing them (see benchmarks/rollout_logprobs.py).
+# which costs more than computing them (see benchmarks/speed/rollout_logprobs.py).
 
 
 class VllmCore(DecodeCore):
