@@ -31,15 +31,12 @@ def check_model(job: EngineJob) -> None:
         check_heads(attention_heads(config), job.actor.tensor_parallel, key=job.key)
 
 
-# Why vLLM 0.32 for CPUs cannot serve recurrent models, by model_type, as it was tried in float32
-RECURRENT_ON_CPU = {
-    "lfm2": "its log-probs are up to 0.3 nats off",
-    "qwen3_next": "its CPU kernels of linear attention need bfloat16",
-    "qwen3_5_text": "it imports torchvision, which the CPU lock leaves out",
+# Families with recurrent layers whose engines on a CPU equal transformers (docs/models.md), and why
+# vLLM 0.32 cannot serve others, by model_type
+RECURRENT_ON_CPU = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5_text")
+REFUSED_ON_CPU = {
     "jamba": "its build for CPUs lacks the kernel selective_scan_fwd",
     "bamba": "it has no implementation of it since 0.23",
-    "nemotron_h": "it samples right, but holds the weights under names that cannot be published to",
-    "falcon_h1": "it samples right, but holds the weights under names that cannot be published to",
 }
 
 
@@ -50,30 +47,33 @@ WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
 def check_recurrent(
     config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
 ) -> None:
-    """Raise UserError for recurrent layers that are divided among ranks or run on a CPU, and for a
-    family whose log-probs were found wrong on a CPU."""
-    recurrent = is_recurrent(config)
-    if recurrent and actor.tensor_parallel > 1:
+    """Raise UserError for recurrent layers with settings, or in a family on a CPU, that were not
+    compared, and for a family whose log-probs were found wrong on a CPU."""
+    recurrent, kind = is_recurrent(config), str(config.get("model_type"))
+    unproven = {
+        f"tensor_parallel={actor.tensor_parallel}: use 1": actor.tensor_parallel > 1,
+        "speculate: remove it": actor.on_cpu and actor.speculate is not None,
+        "fp8_kv_cache=true: use false": actor.on_cpu and actor.fp8_kv_cache,
+    }
+    if recurrent and (found := [what for what, given in unproven.items() if given]):
+        setting, _, remedy = found[0].partition(": ")
         raise UserError(
-            f"{key}.tensor_parallel={actor.tensor_parallel} is not proven with recurrent layers, "
-            f"which {path} has: use 1."
+            f"{key}.{setting} is not proven with recurrent layers, which {path} has: {remedy}."
         )
     if actor.engine != "vllm" or not actor.on_cpu:
         return
-    kind = str(config.get("model_type"))
     if kind in WRONG_ON_CPU:
         raise UserError(
             f"{key}.engine=vllm cannot serve {path} (model_type={kind}) on a CPU, with vLLM 0.32: "
             f"{WRONG_ON_CPU[kind]}; choose a model of another family."
         )
-    if not recurrent:
-        return
-    why = RECURRENT_ON_CPU.get(kind, "it was not compared with transformers")
-    raise UserError(
-        f"{key}.engine=vllm cannot serve {path} on a CPU, a model with recurrent layers "
-        f"(model_type={kind}), with vLLM 0.32: {why}; choose a model whose "
-        "layers all attend."
-    )
+    if recurrent and kind not in RECURRENT_ON_CPU:
+        why = REFUSED_ON_CPU.get(kind, "it was not compared with transformers")
+        raise UserError(
+            f"{key}.engine=vllm cannot serve {path} on a CPU, a model with recurrent layers "
+            f"(model_type={kind}), with vLLM 0.32: {why}; choose a model whose layers all attend, "
+            f"or one of {', '.join(RECURRENT_ON_CPU)}."
+        )
 
 
 def check_width(config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path) -> None:

@@ -65,9 +65,8 @@ def test_a_factor_that_engines_do_not_read_is_refused():
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, r"0\.3 nats off"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"]}, "need bfloat16"),
-        ({"model_type": "nemotron_h", "ssm_state_size": 16}, "cannot be published to"),
+        ({"model_type": "bamba", "layer_types": ["mamba", "attention"]}, "since 0.23"),
+        ({"model_type": "jamba", "mamba_d_state": 16}, "selective_scan_fwd"),
         ({"model_type": "another", "mamba_d_state": 16}, "not compared with transformers"),
     ],
 )

@@ -50,7 +50,8 @@ class Engine(WeightExtension):
         )
         self.model.packed_modules_mapping = {"qkv_proj": list(HEADS)}
         self.model.config = SimpleNamespace(tie_word_embeddings=False)
-        self.model_runner = SimpleNamespace(model=self.model)
+        config = SimpleNamespace(dtype=torch.float32)
+        self.model_runner = SimpleNamespace(model=self.model, model_config=config)
         self.full, self.dropped = {}, ()
         self.model.load_weights = self.take
         self.take(tensors.items())

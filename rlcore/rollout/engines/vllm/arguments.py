@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from rlcore.models.folder import is_recurrent, read_config
 from rlcore.rollout.engines.vllm.worker_side import BACKENDS, LOAD_FORMAT, WorkerSide
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.seeding import derive_seed
@@ -67,7 +68,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         max_num_batched_tokens=actor.max_batched_tokens
         or max(_SMALLEST_STEP, job.max_len, actor.max_num_seqs * _tokens_a_step(actor)),
         enforce_eager=actor.eager,
-        enable_prefix_caching=actor.prefix_caching,
+        enable_prefix_caching=actor.prefix_caching and not _recurrent_on_cpu(job),
         max_logprobs=max(1, min(job.logprobs_k, vocab)),
         kv_cache_dtype="fp8" if actor.fp8_kv_cache else "auto",
         gpu_memory_utilization=_memory_share(actor),
@@ -84,8 +85,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_transfer_options(job),
         **_adapter_options(job),
         **quantization_options(actor),
-        # vLLM reads the head's dtype from the model's own configuration
-        hf_overrides={"head_dtype": "float32"} if actor.fp32_head else {},
+        hf_overrides=_overrides(job),
         **_cpu_options(actor),
         **_sparse_options(actor),
         **_speculation_options(actor),
@@ -93,6 +93,20 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         additional_config=_own_config(actor),
         **_expert_options(job),
     )
+
+
+def _overrides(job: EngineJob) -> dict[str, Any]:
+    """Entries of the model's own configuration that vLLM reads: the head's dtype, and widths that
+    LFM2's checkpoints have and transformers does not write."""
+    config = read_config(job.model_path)
+    widths = ("conv_dim", "block_dim") if config.get("model_type") == "lfm2" else ()
+    found = {n: config.get(n, config["hidden_size"]) for n in widths}
+    return found | ({"head_dtype": "float32"} if job.actor.fp32_head else {})
+
+
+def _recurrent_on_cpu(job: EngineJob) -> bool:
+    """Return whether states could be kept for a prefix only by cutting prompts (`_cpu_options`)."""
+    return job.actor.on_cpu and is_recurrent(read_config(job.model_path))
 
 
 def _tokens_a_step(actor: ActorSpec) -> int:

@@ -22,7 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlcore.errors import UserError
 from rlcore.interfaces import StepLoad, Wake, WeightStream
-from rlcore.models.folder import read_config, read_shapes
+from rlcore.models.folder import is_recurrent, read_config, read_shapes
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.arguments import engine_args
@@ -286,6 +286,10 @@ def start_llm(job: EngineJob, vocab: int) -> LLMEngine:
     """The engine, on the model runner that its actor asks for."""
     if on_cpu():
         RENDERER_REGISTRY.register("hf", TokensOnly.__module__, TokensOnly.__name__)
+        if is_recurrent(read_config(job.model_path)):
+            from rlcore.rollout.engines.vllm.recurrent_cpu import install
+
+            install()
     second = _on_second_runner(job)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))
     llm = _start_with_attention(job, vocab)

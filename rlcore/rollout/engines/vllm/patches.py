@@ -21,6 +21,27 @@ SGL_KERNEL = _patch("model_executor.layers.utils", "check_cpu_sgl_kernel", _LIVE
 _EXPERTS = "model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
 EXPERTS_LOADED = _patch(_EXPERTS, "process_weights_after_loading", _LIVE)
 EXPERTS_APPLY = _patch(_EXPERTS, "apply", _LIVE)
+LINEAR_LOADED = Patch(
+    "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _LIVE, ("0.32.",)
+)
+ROTATIONS = Patch(
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
+    "forward_cpu",
+    "because its kernel takes heads that are a dimension (LFM2's) for positions",
+    ("0.32.",),
+)
+DELTA_RULE = Patch(
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+    "cpu_gdn_attention_core",
+    "because it takes bfloat16 alone",
+    ("0.32.",),
+)
+DECAY_LOADER = Patch(
+    "vllm.model_executor.layers.mamba.mamba_mixer2",
+    "composed_weight_loader",
+    "to know the decays that were published, of which it keeps a function",
+    ("0.32.",),
+)
 NORM = _patch(
     "model_executor.layers.layernorm:RMSNorm",
     "forward_cpu",
@@ -75,6 +96,10 @@ PATCHES = (
     SGL_KERNEL,
     EXPERTS_LOADED,
     EXPERTS_APPLY,
+    LINEAR_LOADED,
+    ROTATIONS,
+    DELTA_RULE,
+    DECAY_LOADER,
     NORM,
     MODEL_FORWARD,
     ATTENTION,

@@ -10,7 +10,8 @@ names. Its ranks are torch.distributed's default group.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,9 @@ class WeightExtension:
         """
         model = self.model_runner.model
         params = {n.replace(_BASE, "."): p for n, p in model.named_parameters()}
-        return _checksums((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
+        dtype = self.model_runner.model_config.dtype
+        wholes = ((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
+        return _checksums((n, whole if whole is None else _in(dtype, whole)) for n, whole in wholes)
 
     @torch.no_grad()
     def rl_adapter_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
@@ -158,7 +161,7 @@ class WeightExtension:
         in order."""
         model = self.model_runner.model
         params = dict(model.named_parameters())
-        found = {n: _siblings(model, n) or (n, [n]) for n in names}
+        found = {n: _place(model, n) for n in names}
         return {
             n: parts
             for n, (fused, parts) in found.items()
@@ -175,7 +178,7 @@ class WeightExtension:
         model = self.model_runner.model
         proven: list[str] = []
         for name in published:
-            fused, parts = _siblings(model, name) or (name, [name])
+            fused, parts = _place(model, name)
             if name != parts[0]:
                 continue
             module = model.get_submodule(fused.rpartition(".")[0])
@@ -229,24 +232,79 @@ def second_names(model: Any) -> set[str]:
     return {"lm_head.weight"} if _tied(model) else set()
 
 
-def _siblings(model: Any, name: str) -> tuple[str, list[str]] | None:
-    """(fused parameter, its parts in order) for a name of a linear layer that vLLM fuses."""
-    if engine_place(name) is not None:
-        return None
-    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
-        for part in parts:
-            if f".{part}." in name and part != fused:
-                return name.replace(f".{part}.", f".{fused}."), [
-                    name.replace(f".{part}.", f".{p}.") for p in parts
-                ]
-    return None
+def _place(model: Any, name: str) -> tuple[str, list[str]]:
+    """(parameter, its parts in order) for a Hugging Face name: vLLM fuses linear layers, and has
+    other names for the layers of some families."""
+    if engine_place(name) is None:
+        for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+            for part in parts:
+                if f".{part}." in name and part != fused:
+                    whole = name.replace(f".{part}.", f".{fused}.")
+                    siblings = [name.replace(f".{part}.", f".{p}.") for p in parts]
+                    return _renamed(model, whole), siblings
+    return _renamed(model, name), [name]
+
+
+def _renamed(model: Any, name: str) -> str:
+    """The name of vLLM's module for one of a model folder."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        # what is stacked has been fused before
+        name = replace(mapper, orig_to_new_stacked={}).map_name(name) or name
+    layer, _, last = name.rpartition(".")
+    if last == "A_log" and not hasattr(model.get_submodule(layer), last):
+        return f"{layer}.A"  # of Mamba 2, see `keep_published`
+    return name
 
 
 def _fused_name(model: Any, name: str) -> str:
     if (place := engine_place(name)) is not None:
         return place.parameter
-    found = _siblings(model, name)
-    return found[0] if found else name
+    return _place(model, name)[0]
+
+
+def _rows(model: Any, parts: list[str], sizes: list[int]) -> list[int]:
+    """Rows of each part of a fused layer, which a part may have several of.
+
+    Example: q, k and v of a gated delta net are one part, z the other: [8, 8, 16, 16] gives [32,
+    16]."""
+    if len(sizes) == len(parts):
+        return sizes
+    stacked = model.model.hf_to_vllm_mapper.orig_to_new_stacked
+    shards = [next(i for p, (_, i) in stacked.items() if f"{p}." in part) for part in parts]
+    of_each = [i if isinstance(i, tuple) else (i,) for i in shards]
+    return [sum(sizes[i] for i in each) for each in of_each]
+
+
+def keep_published(
+    load: Callable[[Any, torch.Tensor], None], function: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Any, torch.Tensor], None]:
+    """vLLM's composed_weight_loader: a parameter holds a `function` of the weight that `load` gives
+    it. Keeps the weight too, for checksums, and for patches that leave a part of it unchanged."""
+
+    def composed(param: Any, loaded: torch.Tensor) -> None:
+        if (published := getattr(param, "rl_published", None)) is not None:
+            param.data.copy_(published)
+        load(param, loaded)
+        param.rl_published = param.data.clone()
+        param.rl_function = function
+        param.data.copy_(function(param.data))
+
+    return composed
+
+
+def _as_published(param: Any) -> torch.Tensor:
+    """What was published to a parameter, if that is what it holds."""
+    published: torch.Tensor | None = getattr(param, "rl_published", None)
+    if published is None or not torch.equal(param.rl_function(published), param):
+        return param
+    return published
+
+
+def _in(dtype: torch.dtype, whole: torch.Tensor) -> torch.Tensor:
+    """A weight in the engine's dtype, in which it came, if it is held in a wider one."""
+    narrow = whole.to(dtype)
+    return narrow if torch.equal(narrow.to(whole.dtype), whole) else whole
 
 
 def _factor(
@@ -254,7 +312,7 @@ def _factor(
 ) -> torch.Tensor:
     """This rank's part of one factor of the adapter. Raises KeyError for a layer without one."""
     layer, _, factor = name.removesuffix(".weight").rpartition(".")
-    fused, parts = _siblings(model, f"{layer}.weight") or (f"{layer}.weight", [f"{layer}.weight"])
+    fused, parts = _place(model, f"{layer}.weight")
     adapted = layers[fused.removesuffix(".weight")]
     index = parts.index(f"{layer}.weight")
     # [slots, 1, rank or out, in or rank]; the buffers' rank may be larger than the adapter's
@@ -280,15 +338,14 @@ def _held(model: Any, params: Mapping[str, torch.Tensor], name: str) -> _Held:
         name = "model.embed_tokens.weight"
     if (place := engine_place(name)) is not None and place.parameter in params:
         return _Held(in_engine(place, params[place.parameter]), False)
-    found = _siblings(model, name)
-    target, parts = found if found else (name, [name])
+    target, parts = _place(model, name)
     if target not in params:
         raise KeyError(f"the engine holds no weight {target} (for {name})")
     module = model.get_submodule(target.rpartition(".")[0])
     module = getattr(module, "base_layer", module)
-    held = params[target]
+    held = _as_published(params[target])
     if len(parts) > 1:
-        held = held.split(module.output_partition_sizes)[parts.index(name)]
+        held = held.split(_rows(model, parts, module.output_partition_sizes))[parts.index(name)]
     return _Held(held, hasattr(module, "num_embeddings_per_partition"))
 
 

@@ -4,6 +4,7 @@ process, which imports this file before it loads its part of the model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from rlcore.models.largest import largest
 
 # Imported here too, so that every rank's process registers the loader and the receivers.
 from rlcore.rollout.engines.vllm.patches import (
+    DECAY_LOADER,
     LOGPROBS,
     ONEDNN,
     SAMPLING_BY_TOKEN,
@@ -35,7 +37,11 @@ from rlcore.rollout.engines.vllm.patches import (
     is_second,
 )
 from rlcore.rollout.engines.vllm.platform import on_cpu
-from rlcore.rollout.engines.vllm.worker_extension import WeightExtension, second_names
+from rlcore.rollout.engines.vllm.worker_extension import (
+    WeightExtension,
+    keep_published,
+    second_names,
+)
 from rlcore.weights.experts import as_held
 from rlcore.weights.manifest import tensor_checksum
 
@@ -182,12 +188,14 @@ class FolderLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """vLLM's own loading, with norms as `cpu_fast_path` asks: each norm chooses its function
-        when it is built."""
-        if not vllm_config.additional_config.get("cpu_fast_path"):
-            return super().load_model(vllm_config, *args, **kwargs)
-        from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
+        when it is built, each recurrent layer its loaders."""
+        with ExitStack() as replaced:
+            if vllm_config.additional_config.get("cpu_fast_path"):
+                from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
 
-        with norm_kernels():
+                replaced.enter_context(norm_kernels())
+            if vllm_config.model_config.has_inner_state:
+                replaced.enter_context(DECAY_LOADER.replaced(keep_published))
             return super().load_model(vllm_config, *args, **kwargs)
 
 
