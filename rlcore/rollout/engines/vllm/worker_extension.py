@@ -294,7 +294,7 @@ def keep_published(
 
 
 def _as_published(param: Any) -> torch.Tensor:
-    """What was published to a parameter, if that is what it holds."""
+    """The weight that was published to a parameter, if it holds that; else the parameter."""
     published: torch.Tensor | None = getattr(param, "rl_published", None)
     if published is None or not torch.equal(param.rl_function(published), param):
         return param
