@@ -268,8 +268,8 @@ def head_passes(hidden: Any, weight: Any, targets: Any) -> dict[str, Callable[[]
     def plain() -> Any:
         return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
-    def chunked(*, fp32: bool) -> Any:
-        spec = HeadSpec(1.0, LearnerSpec().head_chunk_tokens, topk=20, fp32=fp32)
+    def chunked(*, fp32: bool, fused: bool = False) -> Any:
+        spec = HeadSpec(1.0, LearnerSpec().head_chunk_tokens, topk=20, fp32=fp32, fused=fused)
         return head_pass(hidden, weight, targets, spec).logp
 
     def liger() -> Any:
@@ -283,6 +283,7 @@ def head_passes(hidden: Any, weight: Any, targets: Any) -> dict[str, Callable[[]
         "plain": plain,
         "chunked": lambda: chunked(fp32=False),
         "chunked, exact logits": lambda: chunked(fp32=True),
+        "one kernel, exact logits": lambda: chunked(fp32=True, fused=True),
         "Liger, without top k": liger,
     }
 

@@ -70,9 +70,21 @@ def last_layer_sketch(hidden: Tensor, weights: Tensor, total: Tensor, targets: T
     their e_x - p, is about the product of their output-layer gradients. hidden [n, D]; p [n,
     V] is `weights / total`, weights float32; targets [n].
     """
+    places = vocabulary_places(weights.shape[1], weights.device)
+    return sketch_of(hidden, weights @ places, total, targets, places)
+
+
+def vocabulary_places(count: int, device: torch.device) -> Tensor:
+    """[V, 16] float32: `places_of` each token, as a matrix."""
+    return _places(count, device)
+
+
+def sketch_of(
+    hidden: Tensor, summed: Tensor, total: Tensor, targets: Tensor, places: Tensor
+) -> Tensor:
+    """`last_layer_sketch` from `weights @ places` [n, 16] and `vocabulary_places`."""
     states = hidden.float() @ _places(hidden.shape[1], hidden.device, states=True)
-    places = _places(weights.shape[1], weights.device)
-    return torch.cat([states, places[targets] - (weights @ places) / total], 1)
+    return torch.cat([states, places[targets] - summed / total], 1)
 
 
 # ----- of a step -----

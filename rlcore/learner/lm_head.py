@@ -44,6 +44,8 @@ class HeadSpec:
     # other layer is
     fp32: bool = False
     sketch: bool = False  # of the gradient of the output layer, for N* (`corrections.break_even`)
+    # the forward pass by one kernel (`fused_head_gpu`), where probabilities are of all tokens
+    fused: bool = False
     invariant: bool = False  # logits of a position are the same to the bit in any company
 
     def slices(self, n: int) -> list[slice]:
@@ -341,6 +343,28 @@ def _score_chunk(
         out.at_ids[s] = at(ids.clamp_min(0)).masked_fill_(ids < 0, 0.0)
 
 
+# six parameters: the tensors of the pass, which a record would only rename
+def _score_chunks(
+    out: _Outputs,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ids: Tensor | None,
+    spec: HeadSpec,
+) -> Tensor | None:
+    """Fill `out`, chunk by chunk; the sketch [n, 32] if there is one."""
+    chunks = spec.slices(len(hidden))
+    buffers = _Buffers(chunks[0].stop if chunks else 0, weight, spec, both=True)
+    sketches = []
+    for s in chunks:
+        z, e = buffers.logits(hidden[s], spec.temperature), buffers.e[: s.stop - s.start]
+        its_ids = None if ids is None else ids[s]
+        _score_chunk(out, s, z, e, targets[s], its_ids, spec)
+        if spec.sketch:
+            sketches.append(last_layer_sketch(hidden[s], e, out.total[s], targets[s]))
+    return torch.cat(sketches) if spec.sketch else None
+
+
 class _HeadFunction(torch.autograd.Function):
     """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage, sketch).
 
@@ -359,15 +383,12 @@ class _HeadFunction(torch.autograd.Function):
         n, k = hidden.shape[0], min(spec.topk, weight.shape[0])
         conditioned = spec.safe_set_rho is not None or spec.kept_sets
         out = _Outputs.empty(n, k, ids, conditioned, hidden.device)
-        chunks = spec.slices(n)
-        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, spec, both=True)
-        sketches = []
-        for s in chunks:
-            z, e = buffers.logits(hidden[s], spec.temperature), buffers.e[: s.stop - s.start]
-            its_ids = None if ids is None else ids[s]
-            _score_chunk(out, s, z, e, targets[s], its_ids, spec)
-            if spec.sketch:
-                sketches.append(last_layer_sketch(hidden[s], e, out.total[s], targets[s]))
+        if spec.fused and not conditioned:
+            from rlcore.learner.fused_head_gpu import score
+
+            sketch = score(out, hidden, weight, targets, ids, spec)
+        else:
+            sketch = _score_chunks(out, hidden, weight, targets, ids, spec)
         kept = ids if spec.kept_sets else None
         ctx.save_for_backward(
             hidden,
@@ -383,7 +404,7 @@ class _HeadFunction(torch.autograd.Function):
         ctx.spec = spec
         extras = (
             *(out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage),
-            torch.cat(sketches) if spec.sketch else None,
+            sketch,
         )
         through = out.at_ids if spec.ids_grad else None
         constant = (t for t in extras if t is not None and t is not through)

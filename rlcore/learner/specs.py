@@ -240,6 +240,11 @@ class LearnerSpec(OptimizerSpec):
         "logits from float32 sums where the model is bfloat16 (see actor.*.fp32_head); null: on "
         "GPUs, whose tensor cores have them at no cost",
     )
+    fused_head: bool = setting(
+        False,
+        "scores of the LM head by one kernel for GPUs, with exact logits (not of safe or kept "
+        "sets); not proven yet",
+    )
     overlap_comm: bool | None = setting(
         None,
         "ZeRO-3: gradients are reduced on a second stream, during the backward pass; null: on GPUs",
@@ -349,6 +354,12 @@ class LearnerSpec(OptimizerSpec):
         refuse(
             self.num_gpus > 1,
             f"{key}.num_gpus={self.num_gpus:g} is per rank, of one GPU: raise {key}.ranks instead.",
+        )
+        refuse(
+            self.fused_head and (self.num_gpus == 0 or not self.exact_head),
+            f"{key}.fused_head=true is a kernel for GPUs with exact logits, and {key}.num_gpus="
+            f"{self.num_gpus:g} with {key}.fp32_head={str(self.exact_head).lower()} asks for "
+            "others: leave it false.",
         )
         given = self.micro_batch_tokens
         refuse(

@@ -123,6 +123,7 @@ class Update:
             entropy_grad=job.objective.entropy_coef != 0.0,
             ids_grad=pipeline.centres,
             fp32=job.learner.exact_head,
+            fused=job.learner.fused_head,
             invariant=job.bitwise_positions > 0,
         )
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none

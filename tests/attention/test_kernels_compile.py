@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from rlcore.attention import kept_pages_gpu as kept
+from rlcore.learner import fused_head_gpu as head
 from rlcore.rollout.engines.vllm import sparse_kernel_gpu as sparse
 
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -38,12 +39,19 @@ def summarise(dtype, size, dim):
     sizes = {"SIZE": size, "HALVINGS": size.bit_length() - 1, "DIM": dim}
     return sparse._summarise_kernel, types, sizes
 
+def scores(dtype, slots, sketch):
+    outs = F32, F32, F32, F32, F32, I32, F32
+    types = (dtype, dtype, I64, F32, *outs, "i32", "i32", "i32", "fp32")
+    sizes = {"ROWS": head.ROWS, "TILE": head.TILE, "STEP": head.STEP, "SLOTS": slots}
+    return head._head_kernel, types, {**sizes, "TOPK": slots > 16, "SKETCH": sketch}
+
 MASK = (kept._mask_kernel, (F32, I64, I64, "*i8", "i32", "i32"))
 CASES = [
     (*MASK, {"PAGES": 1}), (*MASK, {"PAGES": 1024}),
     select(1, 1), select(1024, 512),
     score(BF16, BF16, 2, 128), score(F32, F32, 7, 32),
     summarise(BF16, 16, 128), summarise(F32, 16, 64),
+    scores(BF16, 32, True),
 ]
 for capability in (80, 90, 100):
     target = GPUTarget("cuda", capability, 32)
