@@ -18,6 +18,7 @@ MANY_PARAMETERS = {
     "corrections/ais.py: ais": "a signature of the outside contract",
     "corrections/ais.py: ais_weight": "the tensors and settings of that signature",
     "corrections/drift.py: policy_drift_accumulate": "what other trainers have, by name",
+    "learner/fused_head_gpu.py: _head_kernel": "a Triton kernel: no records",
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl.forward": "vLLM's interface",
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl._flash": "FlashAttention's own",
     "rollout/engines/vllm/sparse_cpu.py: SparseCPUImpl.forward": "vLLM's interface",

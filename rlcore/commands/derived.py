@@ -200,6 +200,7 @@ def stop_strings(config: RunConfig) -> StopStrings:
 _PLAIN: dict[str, Any] = {
     "kind": "bf16",
     "rounding": "none",
+    "activations": "none",
     "fp8_kv_cache": False,
     "sparse": None,
     "draft_path": None,
@@ -303,6 +304,8 @@ def describe_actor(label: str, actor: ActorSpec, max_len: int) -> str:
     what = _described(actor)
     if actor.fp8_kv_cache:
         what += ", FP8 KV cache"
+    if actor.activations != "none":
+        what += f"; inputs of linear maps rounded to {actor.activations}, each token by itself"
     if actor.sparse is not None and actor.sparse.dense_positions >= max_len:
         what += f"; the budget covers model.max_len={max_len}: NOTHING IS SPARSE"
     return f"actor.{label}: {what}"

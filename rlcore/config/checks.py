@@ -51,13 +51,14 @@ def check_adapters(c: RunConfig) -> None:
 def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
     """Return whether an actor may have an adapter in addition to its weights. A draft has its own
     weights."""
-    precision = actor.kind if actor.rounding == "none" else actor.rounding
+    precision = actor.kind if actor.emulated == "none" else actor.emulated
     # Quantised actors serve the quantised sum here; quantised weights with a separate adapter would
     # be another policy.
     refuse(
-        actor.kind == "fp8" or actor.rounding != "none",
+        actor.kind == "fp8" or actor.emulated != "none",
         f"{key} cannot be combined with actor.{label}, which quantises the sum of weights and "
-        f"adapter to {precision}: use publish=merged, or kind=bf16 with rounding=none.",
+        f"adapter to {precision}: use publish=merged, or kind=bf16 with rounding=none and "
+        "activations=none.",
     )
     refuse(
         actor.kind != "draft" and "adapters" not in actor.facts(f"actor.{label}").provides,

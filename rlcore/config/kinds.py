@@ -121,6 +121,11 @@ def _layers(c: RunConfig, label: str, target: TargetSpec) -> None:
         "none: choose a format. vLLM's own FP8 cannot change its layers during a run.",
     )
     refuse(
+        actor.activations != "none",
+        f"{key} moves the layers whose weights are rounded, and actor.{label}.activations="
+        f"{actor.activations} rounds in the same layers throughout: use activations=none.",
+    )
+    refuse(
         target.most is None or target.most <= actor.precise_layers,
         f"{key} needs actor.{label}.target.most, the most layers that may be precise, above actor."
         f"{label}.precise_layers={actor.precise_layers}: it is {target.most}.",

@@ -14,7 +14,7 @@ from rlcore.registry import load_object, resolve
 from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
-from rlcore.weights.specs import BLOCK_FORMATS, Rounding, RoundingSpec
+from rlcore.weights.specs import BLOCK_FORMATS, ActivationRounding, Rounding, RoundingSpec
 
 
 class RolloutSpec(Spec):
@@ -95,12 +95,12 @@ class ActorSpec(RoundingSpec):
         ),
         Unread(
             ("keep_high_precision",),
-            lambda spec: spec.kind != "fp8" and spec.rounding == "none",
-            "neither kind nor rounding quantises weights",
+            lambda spec: spec.kind != "fp8" and spec.emulated == "none",
+            "nothing is rounded (kind, rounding, activations)",
         ),
         Unread(
             ("precise_layers",),
-            lambda spec: spec.rounding == "none",
+            lambda spec: spec.emulated == "none",
             "rounding=none: weights are not rounded here (vLLM's FP8: keep_high_precision)",
         ),
     )
@@ -110,6 +110,7 @@ class ActorSpec(RoundingSpec):
     engine_settings: ClassVar[Mapping[str, bool]] = {
         "kind": True,
         "rounding": True,
+        "activations": True,
         "scales": True,
         "keep_high_precision": True,
         "precise_layers": True,
@@ -134,6 +135,9 @@ class ActorSpec(RoundingSpec):
     }
 
     kind: Literal["bf16", "fp8", "sparse", "draft"] = setting("bf16", "what makes it cheap")
+    activations: ActivationRounding = setting(
+        "none", "emulated rounding (CPU) of what linear maps read, each token by itself"
+    )
     engine: str = setting("vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion")
     count: int = setting(1, "engines of this kind", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
@@ -235,8 +239,14 @@ class ActorSpec(RoundingSpec):
         return "float32" if self.on_cpu else "bfloat16"
 
     @property
+    def emulated(self) -> Rounding:
+        """The format that weights are rounded to here, or else activations."""
+        return self.activations if self.rounding == "none" else self.rounding
+
+    @property
     def reported_kind(self) -> ActorKind:
-        """The kind on every trajectory: an emulated precision is reported under its own name."""
+        """The kind on every trajectory: an emulated precision is reported under its own name, the
+        weights' if activations are rounded, too."""
         emulated: dict[str, ActorKind] = {
             "fp8": "fp8_emulated",
             "int8": "int8_emulated",
@@ -245,7 +255,7 @@ class ActorSpec(RoundingSpec):
             "mxfp4": "mxfp4_emulated",
             "nvfp4": "nvfp4_emulated",
         }
-        return self.kind if self.rounding == "none" else emulated[self.rounding]
+        return self.kind if self.emulated == "none" else emulated[self.emulated]
 
     @property
     def quantised_by_engine(self) -> bool:
@@ -298,16 +308,17 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
         f"{key}.fp8_kv_cache=true cannot be combined with {key}.kind={actor.kind}: choose "
         "kind=bf16 or fp8.",
     )
-    refuse(
-        actor.rounding != "none" and actor.kind not in ("bf16", "fp8"),
-        f"{key}.rounding={actor.rounding} would hide {key}.kind={actor.kind} in what trajectories "
-        "say of their actor: use rounding=none, or kind=bf16 or fp8.",
-    )
-    refuse(
-        actor.rounding != "none" and not actor.on_cpu and actor.engine != "diffusion",
-        f"{key}.rounding={actor.rounding} emulates low precision on CPU, and {key}.num_gpus="
-        f"{actor.num_gpus:g} has the real thing: use rounding=none with kind=fp8.",
-    )
+    for name, used in (("rounding", actor.rounding), ("activations", actor.activations)):
+        refuse(
+            used != "none" and actor.kind not in ("bf16", "fp8"),
+            f"{key}.{name}={used} would hide {key}.kind={actor.kind} in what trajectories say of "
+            f"their actor: use {name}=none, or kind=bf16 or fp8.",
+        )
+        refuse(
+            used != "none" and not actor.on_cpu and actor.engine != "diffusion",
+            f"{key}.{name}={used} emulates low precision on CPU, and {key}.num_gpus="
+            f"{actor.num_gpus:g} has the real thing: use {name}=none with kind=fp8.",
+        )
     refuse(
         actor.precise_layers > 0 and actor.engine == "diffusion",
         f"{key}.precise_layers={actor.precise_layers} cannot be combined with {key}.engine="

@@ -29,6 +29,12 @@ def round_tensor(
     return (codes * scale).to(weight.dtype)
 
 
+def round_rows(x: torch.Tensor, kind: Rounding) -> torch.Tensor:
+    """`x` [..., D] rounded through `kind`, each vector by itself, whatever is next to it: fp8 and
+    integers with one scale each, the blocks of nvfp4 in units of their vector."""
+    return round_tensor(x.reshape(-1, x.shape[-1]), kind, "channel").view(x.shape)
+
+
 def quantise(
     weight: torch.Tensor, kind: Rounding, scales: Scales, *, block: int = BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,13 +44,14 @@ def quantise(
     whole tensor, per output channel (row) or per `block` x `block` tile. mxfp4 and nvfp4 are E2M1,
     to nearest even, with scales over 32 and 16 columns of a row. The scale of mxfp4 is the power of
     two 2^(floor(log2 max|w|) - 2) (OCP Microscaling Formats 1.0, section 6.3). nvfp4's is max|w| /
-    6 in E4M3, in units that let the tensor's largest be 448. An all-zero region stays zero.
+    6 in E4M3, in units that let the largest of the tensor (scales="channel": of its row) be 448. An
+    all-zero region stays zero.
     """
     w = weight.float()
     if kind == "mxfp4":
         scale = _power_scale(w)
     elif kind == "nvfp4":
-        scale = _e4m3_scale(w)
+        scale = _e4m3_scale(w, by_row=scales == "channel")
     else:
         amax = _amax(w, scales, block)
         # 1 for an all-zero region, which would otherwise become NaN
@@ -71,15 +78,16 @@ def _power_scale(w: torch.Tensor) -> torch.Tensor:
     return torch.where(amax > 0, power, torch.ones_like(amax))
 
 
-def nvfp4_units(w: torch.Tensor) -> torch.Tensor:
-    """How many units of nvfp4's block scales 1 has: then the largest block's scale is 448."""
-    amax = w.float().abs().amax()
+def nvfp4_units(w: torch.Tensor, *, by_row: bool = False) -> torch.Tensor:
+    """How many units of nvfp4's block scales 1 has: then the largest block's scale is 448. A number
+    for the tensor [out, in], or [out, 1]."""
+    amax = w.float().abs().amax(-1, keepdim=True) if by_row else w.float().abs().amax()
     return torch.where(amax > 0, 448.0 * 6.0 / amax, torch.ones_like(amax))
 
 
-def _e4m3_scale(w: torch.Tensor) -> torch.Tensor:
+def _e4m3_scale(w: torch.Tensor, *, by_row: bool) -> torch.Tensor:
     """The scale [out, in] of nvfp4; 1 for a block that is all zero, or too small for E4M3."""
-    units = nvfp4_units(w)
+    units = nvfp4_units(w, by_row=by_row)
     amax = _column_amax(w, BLOCK_FORMATS["nvfp4"])
     scale = (amax * units / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn).float()
     # a huge scale, by which the whole block rounds to zero

@@ -21,6 +21,7 @@ Rounding = Literal["none", "fp8", "int8", "int4", "int3", "mxfp4", "nvfp4"]
 #: four-bit floats, and how many columns of a row share a scale
 BLOCK_FORMATS = {"mxfp4": 32, "nvfp4": 16}
 Scales = Literal["tensor", "channel", "block"]
+ActivationRounding = Literal["none", "fp8", "int8", "mxfp4", "nvfp4"]
 
 
 class TransportSpec(Spec):

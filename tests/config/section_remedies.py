@@ -253,6 +253,11 @@ SECTIONS = [
     ),
     (JACKPOT, "mode=both", "correction.jackpot.mode=both"),
     (JACKPOT, "normaliser=auto", "correction.jackpot.normaliser=auto"),
+    (
+        "actor.bf16.activations=int8 actor.bf16.enforce_eager=false",
+        "leave it null",
+        "-actor.bf16.enforce_eager=",
+    ),
     (MASKED + "learner.lora.targets=[ff_out]", "only", "learner.lora.targets=[q_proj]"),
     (
         MASKED + "actor.bf16.enforce_eager=true",
@@ -268,6 +273,7 @@ SECTIONS = [
     ),
     ("cluster.launch.env.WANDB_API_KEY=x", "export it", "-cluster.launch.env"),
     (CACHED + "learner.ref_pass=always", "choose one", "learner.ref_pass=auto"),
+    ("learner.fused_head=true", "leave it false", "learner.fused_head=false"),
     (CACHED + "learner=zero3", "choose zero_stage=0, 1 or 2", "learner.zero_stage=2"),
     (
         "actor.bf16.share.start=0.5 actor.bf16.share.shape=linear",

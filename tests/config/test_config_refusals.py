@@ -288,6 +288,27 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=sparse", "actor.sparse.rounding=int4"],
         ["actor.sparse.rounding=int4", "actor.sparse.kind=sparse"],
     ),
+    (["learner.fused_head=true"], ["learner.fused_head=true", "num_gpus=0"]),
+    (
+        ["learner=gpu", "learner.fused_head=true", "learner.fp32_head=false"],
+        ["learner.fused_head=true", "fp32_head=false"],
+    ),
+    (["+actor.q={activations: int8, num_gpus: 1}"], ["actor.q.activations=int8", "kind=fp8"]),
+    (["actor=sparse", "actor.sparse.activations=fp8"], ["sparse.activations=fp8", "kind=sparse"]),
+    (
+        ["actor.bf16.activations=nvfp4", "actor.bf16.enforce_eager=false"],
+        ["actor.bf16.activations=nvfp4", "leave it null"],
+    ),
+    (
+        ["actor=fp8", "actor.fp8.activations=int8", "learner.round_as=fp8"],
+        ["learner.round_as=fp8", "actor.fp8.activations=int8 rounds what", "round_as=null"],
+    ),
+    (
+        ["+actor.q={rounding: int8, activations: int8, target: {moves: layers}}"],
+        ["actor.q.target.moves=layers", "use activations=none"],
+    ),
+    (["actor.bf16.activations=mxfp4", *BITWISE], ["bitwise=true", "bf16.activations=mxfp4"]),
+    ([ADAPTER, "actor.bf16.activations=int8"], ["publish=adapter", "int8", "activations=none"]),
     (
         ["experiment=draft_frozen", "actor.draft.rounding=fp8"],
         ["actor.draft.rounding=fp8", "actor.draft.kind=draft"],

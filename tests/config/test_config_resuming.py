@@ -46,8 +46,8 @@ FREE = {
         "weight"
     ),
     "actor.LABEL": (
-        "rounding scales keep_high_precision precise_layers kind engine count dtype num_cpus "
-        "num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
+        "rounding activations scales keep_high_precision precise_layers kind engine count dtype "
+        "num_cpus num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
         "cpu_fast_path gpu_memory_utilization enforce_eager second_runner async_scheduling "
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale "
         "price"
@@ -86,7 +86,7 @@ FREE = {
         "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas eps weight_decay grad_clip "
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
         "dtype micro_batch_tokens layout share_prefix attention layers fp8 gradient_checkpointing "
-        "head_chunk_tokens fp32_head overlap_comm ref_pass activation_cache_mib port "
+        "head_chunk_tokens fp32_head fused_head overlap_comm ref_pass activation_cache_mib port "
         "offload_while_sampling max_threads train_sparse round_as step_bound"
     ),
     "learner.offload": "optimizer parameters nvme_path pin_memory",

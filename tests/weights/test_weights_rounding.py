@@ -11,6 +11,7 @@ from rlcore.weights.rounding import (
     is_rounded,
     precise_patterns,
     quantise,
+    round_rows,
     round_tensor,
     round_weights,
 )
@@ -91,6 +92,17 @@ def test_ties_between_four_bit_floats_go_to_the_even_code():
     codes, scale = quantise(ties, "mxfp4", "tensor")
     assert torch.equal(codes, torch.tensor([[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]]))
     assert (scale == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "mxfp4", "nvfp4"])
+def test_a_vector_is_rounded_by_itself(kind):
+    x = weight(4, 6, 80)
+    x[2] *= 1e3  # of which no other vector's scale, or unit of scales, may know
+    each = torch.cat([round_tensor(row, kind, "tensor") for row in x.split(1)])
+    assert torch.equal(round_rows(x, kind), each)
+    assert torch.equal(round_rows(x.view(2, 3, 80), kind), each.view(2, 3, 80))
+    assert round_rows(x.bfloat16(), kind).dtype == torch.bfloat16
+    assert torch.equal(round_rows(x, "none"), x)
 
 
 def test_finer_scales_protect_small_rows_from_a_large_one():

@@ -64,6 +64,8 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
     yield f"kind={actor.kind}", actor.kind not in ("bf16", "fp8"), "another policy: use bf16"
     rounds = actor.rounding != "none" and c.learner.round_as != label
     yield f"rounding={actor.rounding}", rounds, f"another policy: use learner.round_as={label}"
+    another = "another policy than the learner's: leave it out"
+    yield f"activations={actor.activations}", actor.activations != "none", another
     plain = c.learner.round_as not in (None, label)
     yield f"rounding={actor.rounding}", plain, "another policy than learner.round_as: leave it out"
     yield f"dtype={actor.dtype}", actor.compute_dtype != "float32", unproven

@@ -34,6 +34,11 @@ class RoundingPart(PartFacts):
                 f"{whose}.dtype=float32, or round_as=null.",
             )
         refuse(
+            actor.activations != "none",
+            f"{key} rounds weights alone, and actor.{label}.activations={actor.activations} rounds "
+            "what its layers read: use activations=none, or round_as=null.",
+        )
+        refuse(
             actor.target is not None and actor.target.moves == "layers",
             f"{key} rounds the same layers throughout, and actor.{label}.target.moves=layers "
             "changes them: move something else, or use round_as=null.",

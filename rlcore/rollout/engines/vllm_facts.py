@@ -26,6 +26,11 @@ class VllmFacts(EngineFacts):
     def refuse(cls, spec: ActorSpec, key: str) -> None:
         _check_runner(spec, key)
         _check_speculation(spec, key)
+        refuse(
+            spec.activations != "none" and not spec.eager,
+            f"{key}.activations={spec.activations} rounds between vLLM's modules, which {key}."
+            "enforce_eager=false compiles as one: leave it null.",
+        )
 
     @classmethod
     def actor_memory(
@@ -73,6 +78,7 @@ def _check_speculation(actor: ActorSpec, key: str) -> None:
         ("second_runner", bool(actor.second_runner), "it is proven on vLLM's first runner"),
         ("async_scheduling", bool(actor.async_scheduling), "it is not proven so"),
         ("fp8_kv_cache", actor.fp8_kv_cache, "it is not proven so"),
+        ("activations", actor.activations != "none", "it is not proven so"),
         (wrong, bool(actor.wrong_logits), "vLLM then puts no errors on the logits"),
     ):
         value = getattr(actor, name)

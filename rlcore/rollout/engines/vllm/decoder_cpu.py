@@ -239,7 +239,9 @@ def _unsuited(runner: Any) -> str | None:
     name = type(runner.model).__name__
     if name not in _MODELS:
         return f"{name} is not known"
-    modules = runner.model.model.modules()
+    modules = list(runner.model.model.modules())
+    if any(m._forward_pre_hooks for m in modules):
+        return "what its linear maps read is rounded"
     return next((f"{type(m).__name__} is another" for m in modules if not _known(m)), None)
 
 

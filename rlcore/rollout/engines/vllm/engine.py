@@ -69,6 +69,9 @@ class VllmCore(DecodeCore):
         self._names: dict[str, str] = {}  # request id -> vLLM's name for it
         self._count = itertools.count()
         self.rpc("rl_plain_gather")
+        if (kind := job.actor.activations) != "none":
+            kept, last = job.actor.keep_high_precision, job.actor.precise_layers
+            self.rpc("rl_round_inputs", kind, kept, last, job.key)
         #: why vLLM's modules run the model; None: `decoder_cpu` runs it
         self.by_modules: str | None = "cpu_fast_path is false"
         #: why the common positions of requests are not computed once; None: they are

@@ -3,7 +3,7 @@ process, which imports this file before it loads its part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -44,6 +44,7 @@ from rlcore.rollout.engines.vllm.worker_extension import (
 )
 from rlcore.weights.experts import as_held
 from rlcore.weights.manifest import tensor_checksum
+from rlcore.weights.specs import ActivationRounding
 
 BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> vLLM's name
 
@@ -227,6 +228,14 @@ class WorkerSide(WeightExtension):
 
         self.model_runner.rl_decoder = PlainDecoder(self.model_runner)
         return self.model_runner.rl_decoder.reason
+
+    def rl_round_inputs(
+        self, kind: ActivationRounding, kept: Sequence[str], last: int, key: str
+    ) -> None:
+        """Round what the model's linear maps read, on the CPU: see `rounded_inputs_cpu`."""
+        from rlcore.rollout.engines.vllm.rounded_inputs_cpu import round_inputs
+
+        round_inputs(self.model_runner.model, kind, kept, last, key)
 
     def rl_run_bitwise(self) -> None:
         """Compute to the bit as a learner does, on the CPU. Raises UserError where that cannot
