@@ -10,13 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from rlcore.registry import load_object, resolve
 
 if TYPE_CHECKING:
     from rlcore.models.sizes import ModelSizes, Parts
     from rlcore.spec import Spec
+
+
+Divided = Literal["sequences", "layers", "experts"]
+
+
+class Division(NamedTuple):
+    """Ranks that hold parts of something. Example: Division("layers", "tensor_parallel", 2)"""
+
+    of: Divided
+    name: str  # of the setting, in the section of the engine
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,8 @@ class EngineFacts:
     #: what other settings may ask an engine for; rollout engines: "adapters", "group transports",
     #: "expert routes", "sleep", "bits"
     provides: ClassVar[frozenset[str]] = frozenset()
+    #: what makes a training rank smaller, in settings that this engine reads
+    smaller: ClassVar[str] = ""
     #: widths of a head that a rollout engine's attention has on CPU; empty: any
     cpu_heads: ClassVar[tuple[int, ...]] = ()
 
@@ -56,14 +69,32 @@ class EngineFacts:
         """Raise UserError for settings that the engine cannot work with. `key`: of the section."""
 
     @classmethod
+    def refuse_run(cls, c: Any, spec: Any, key: str) -> None:
+        """Raise UserError for settings that the engine cannot work with in the run `c`, a
+        RunConfig."""
+
+    @classmethod
     def words(cls, spec: Any) -> str:
         """How the engine divides a model, for the line of a dry run. Example: "ZeRO-3" """
         return ""
 
     @classmethod
+    def divisions(cls, spec: Any) -> tuple[Division, ...]:
+        """The things that a training engine's ranks hold parts of.
+
+        Ranks with parts of the same sequences or layers have a share of a batch together; those
+        with parts of experts have one each."""
+        return ()
+
+    @classmethod
     def rank_memory(cls, sizes: ModelSizes, spec: Any, load: RankLoad) -> RankMemory | None:
         """Memory of a training rank; None: the engine does not state it."""
         return None
+
+    @classmethod
+    def unused_room(cls, spec: Any) -> str:
+        """A setting, not in use, by which a training rank keeps less while engines have its GPU."""
+        return ""
 
     @classmethod
     def frozen_bytes(cls, sizes: ModelSizes, spec: Any) -> float:

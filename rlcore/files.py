@@ -141,6 +141,7 @@ def _member(value: Any) -> str:
 
 # -- the local cache of Hugging Face ---------------------------------------------------------------
 
+CACHED = "hf:"  # before the name of a data set in the local cache
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
 

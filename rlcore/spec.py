@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticUndefined
@@ -86,14 +86,18 @@ def setting(
     meaning: str = "",
     *,
     unit: str = "",
+    names: Literal["", "path", "model", "template", "code"] = "",
     default_factory: Callable[[], Any] | None = None,
     **bounds: Any,
 ) -> Any:
     """One declared setting: its default (none: required), meaning, unit and bounds.
 
+    `names`: the thing that a text stands for, so that paths are made absolute (`config/paths.py`):
+    a file or folder, a model's folder, a chat template, or code, "file.py:Class".
     `bounds` are pydantic's: gt, ge, lt, le, min_length, max_length.
     """
-    extra: dict[str, Any] | None = {"unit": unit} if unit else None
+    said = {"unit": unit, "names": names}
+    extra: dict[str, Any] = {key: text for key, text in said.items() if text}
     if default_factory is not None:
         return Field(
             default_factory=default_factory, description=meaning, json_schema_extra=extra, **bounds

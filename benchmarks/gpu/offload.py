@@ -172,7 +172,7 @@ def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: 
 
 
 def _job(s: Setting, model: str, stage: Any, places: dict[str, Any], **own: Any) -> Any:
-    from rlcore.learner.optimizer_specs import OffloadSpec
+    from rlcore.learner.engines.deepspeed_specs import OffloadSpec
     from rlcore.learner.specs import LearnerJob, LearnerSpec
     from rlcore.objectives.specs import ObjectiveSpec
     from rlcore.testing.records import make_sampling

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness import table
 from rlcore.learner.engines.deepspeed_facts import learner_host, learner_rank
-from rlcore.learner.optimizer_specs import OffloadSpec
+from rlcore.learner.engines.deepspeed_specs import OffloadSpec
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.split_loading import meta_shapes
 from rlcore.models.sizes import GIB, ModelSizes, total

@@ -61,7 +61,7 @@ def follows_load(config: RunConfig) -> bool:
     return (
         isinstance(spec.max_threads, int)
         and spec.device == "cpu"
-        and spec.parts == spec.expert_parallel == 1
+        and not spec.divisions
         and not schedule.synchronous
         and not config.bitwise
     )

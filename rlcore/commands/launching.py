@@ -14,9 +14,9 @@ from typing import Any
 from rlcore.commands.node_places import check_idle, placed
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError, UserError
-from rlcore.launch import jobs, render
-from rlcore.launch import launch as start
-from rlcore.launch.job import job_name, with_metrics_port
+from rlcore.launch import jobs
+from rlcore.launch.job import job_name, render, with_metrics_port
+from rlcore.launch.job import launch as start
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import read_status
 from rlcore.spec import refuse

@@ -108,7 +108,6 @@ def stored_bytes(config: RunConfig, tokenizer: Any) -> int:
 
 
 KEY = "cluster.launch.gpu_memory_gib"
-OFFLOAD = "learner.offload_while_sampling=true"
 
 
 def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
@@ -140,9 +139,8 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
     for role, share, parts in _on_gpus(config, sizes):
         own = share * room
         advice = (
-            "raise learner.ranks, set learner.zero_stage=3, learner.gradient_checkpointing=true or "
-            "learner.offload.optimizer=cpu, lower learner.micro_batch_tokens, or raise "
-            "learner.sequence_parallel"
+            "raise learner.ranks, set learner.gradient_checkpointing=true, lower "
+            f"learner.micro_batch_tokens, {config.learner.facts.smaller}"
             if role.startswith("learner")
             else f"raise {role.split()[0]}.tensor_parallel"
         )
@@ -183,7 +181,8 @@ def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
     waiting = rank.waiting
     label, actor = max(config.actor.items(), key=lambda a: a[1].gpu_memory_utilization)
     left = (1 - actor.gpu_memory_utilization) * room
-    offload = "" if config.learner.offload_while_sampling else ", or set " + OFFLOAD
+    more = config.learner.facts.unused_room(config.learner)
+    offload = more and f", or set {more}"
     refuse(
         total(waiting) > left * GIB,
         f"{KEY}={room:g} leaves {left:.1f} GiB beside actor.{label}.gpu_memory_utilization="

@@ -147,12 +147,12 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
     show at the first publication, and settings that are unproven with a mixture. `model`: the
     policy's config.json."""
     experts = _experts(model)
-    count = config.learner.expert_parallel
-    refuse(
-        count > 1 and not experts,
-        f"learner.expert_parallel={count} divides the experts of a mixture, and the model of "
-        f"model.path={config.model.path} has none: use 1.",
-    )
+    for division in config.learner.divisions:
+        refuse(
+            division.of == "experts" and not experts,
+            f"learner.{division.name}={division.ranks} divides the experts of a mixture, and the "
+            f"model of model.path={config.model.path} has none: use 1.",
+        )
     if not experts:
         return
     whose = f"model.path={config.model.path} is a mixture of experts ({experts})"

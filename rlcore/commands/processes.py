@@ -36,7 +36,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.tis import TisSpec
 from rlcore.environments.specs import EnvironmentJob
-from rlcore.learner.specs import PARTS, SPARSE_COPY, LearnerJob
+from rlcore.learner.specs import SPARSE_COPY, LearnerJob
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool, Purpose
 from rlcore.loop.role_protocols import Clients
@@ -419,7 +419,6 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         "round_as": None,
         "router_replay": False,
     }
-    own |= dict.fromkeys(PARTS, 1)
     own_objective = {
         "kl_coef": draft.kl_coef,
         "kl_estimator": draft.kl_estimator,

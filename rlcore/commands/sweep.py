@@ -21,7 +21,7 @@ from rlcore.config.compose import load
 from rlcore.config.groups import each_value
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError, UserError
-from rlcore.launch import render
+from rlcore.launch.job import render
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import FINAL, read_status
 from rlcore.rooms import from_room

@@ -356,12 +356,12 @@ def _threads(c: RunConfig) -> None:
         f"{asked} is about threads that compute on CPU, and learner.num_gpus={spec.num_gpus:g}: "
         "leave it auto or null.",
     )
-    for name in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
+    for division in spec.divisions:
         refuse(
-            getattr(spec, name) > 1 and not c.schedule.synchronous,
+            not c.schedule.synchronous,
             f"{asked} would have ranks that compute the same round it differently with "
-            f"learner.{name}={getattr(spec, name)}, as the number of threads follows the load of "
-            "each: leave it auto or null.",
+            f"learner.{division.name}={division.ranks}, as the number of threads follows the load "
+            "of each: leave it auto or null.",
         )
 
 

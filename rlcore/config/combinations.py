@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rlcore.config.kinds import dvp_of, shown
 from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
+from rlcore.engine_facts import Divided
 from rlcore.spec import refuse
 
 
@@ -45,12 +46,12 @@ class ProvenPair(NamedTuple):
     test: str
 
 
-def _counted(name: str) -> Feature:
+def _divided(what: Divided, without: str) -> Feature:
     def used(c: RunConfig) -> str | bool:
-        count = getattr(c.learner, name)
-        return count > 1 and f"learner.{name}={count}"
+        found = (f"learner.{d.name}={d.ranks}" for d in c.learner.divisions if d.of == what)
+        return next(found, False)
 
-    return Feature(used, f"{name}=1")
+    return Feature(used, without)
 
 
 def _switch(name: str) -> Feature:
@@ -98,8 +99,8 @@ def _moved(what: str) -> Feature:
 # Of a pair that no test has shown, the sentence begins with the later one.
 WAYS: dict[str, Feature] = {
     "ZeRO-3": Feature(lambda c: c.learner.zero_stage == 3 and "learner.zero_stage=3"),
-    "parts of sequences": _counted("sequence_parallel"),
-    "parts of layers": _counted("tensor_parallel"),
+    "parts of sequences": _divided("sequences", "sequence_parallel=1"),
+    "parts of layers": _divided("layers", "tensor_parallel=1"),
     "adapters": _section("lora"),
     "kept passes": Feature(
         lambda c: (
@@ -111,7 +112,7 @@ WAYS: dict[str, Feature] = {
     "router replay": _switch("router_replay"),
     "offloaded optimizer": Feature(_offload, "learner.offload.optimizer=none"),
     "making room": _switch("offload_while_sampling"),
-    "parts of experts": _counted("expert_parallel"),
+    "parts of experts": _divided("experts", "expert_parallel=1"),
     "masked diffusion": Feature(
         lambda c: c.model.diffusion is not None and "model.diffusion", "model.diffusion=null"
     ),

@@ -8,10 +8,9 @@ replace values of the composed configuration. A key that the schema knows needs 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
@@ -37,174 +36,20 @@ from rlcore.config.groups import (
     roots,
     settled,
 )
+from rlcore.config.paths import absolute
 from rlcore.config.resolution import resolved
 from rlcore.config.schema import (
     BESIDE,
-    SHADOW,
-    ActorSection,
-    CorrectionList,
-    MixedTask,
     RunConfig,
     task_form,
 )
 from rlcore.config.sentences import closest, one_line, validate
-from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
-from rlcore.files import HUB_NAME, hub_folders, prepared_set
-from rlcore.objectives.specs import TeacherSpec
 from rlcore.spec import refuse
-from rlcore.tasks.rewards.specs import RewardSpec
-from rlcore.tasks.row_files import CACHED
-from rlcore.tasks.specs import EvalTaskSpec, MixedTaskSpec, TaskSpec
-
-AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
-# Arguments of shipped tasks that name a file. A user's own task resolves its own.
-FILES = ("train_path", "heldout_path")
-
+from rlcore.tasks.specs import TaskSpec
 
 # Keys in whose place a run directory has what the run found for `auto`.
 STATED = ("learner.max_threads",)
-
-
-def absolute(config: RunConfig) -> RunConfig:
-    """The same run with every path resolved against this process's working directory."""
-    model, algorithm, learner = config.model, config.algorithm, config.learner
-    warmup = model.warmup and model.warmup.model_copy(
-        update={"cache_dir": os.path.abspath(model.warmup.cache_dir)}
-    )
-    tasks = {label: _task(task) for label, task in config.evaluation.tasks.items()}
-    names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
-    update: dict[str, Any] = {
-        "run_dir": os.path.abspath(config.run_dir),
-        "model": model.model_copy(
-            update={
-                "path": _model(model.path),
-                "warmup": warmup,
-                "chat_template": _template(model.chat_template),
-            }
-        ),
-        "actor": {label: _actor(actor) for label, actor in config.actor.items()},
-        "correction": _corrections(config.correction),
-        "algorithm": algorithm.model_copy(update=names),
-        "cluster": config.cluster.model_copy(update={"transport": _code(config.cluster.transport)}),
-        "logging": config.logging.model_copy(
-            update={"sinks": tuple(_code(name) for name in config.logging.sinks)}
-        ),
-        "teacher": _teacher(config.teacher),
-        "learner": learner.model_copy(
-            update={
-                "engine": _code(learner.engine),
-                "offload": learner.offload.model_copy(
-                    update={"nvme_path": _path(learner.offload.nvme_path)}
-                ),
-            }
-        ),
-        "task": (
-            {label: _task(task) for label, task in config.task.items()}
-            if isinstance(config.task, dict)
-            else _task(config.task)
-        ),
-        "environment": _environment(config.environment),
-        "evaluation": config.evaluation.model_copy(update={"tasks": tasks}),
-    }
-    return config.model_copy(update=update)
-
-
-def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
-    args = dict(environment.args)
-    if isinstance(args.get("rewards"), list):  # functions that score a class written for TRL
-        args["rewards"] = [_code(str(name)) for name in args["rewards"]]
-    if isinstance(args.get("program"), str):  # what environment=endpoint plays
-        args["program"] = _code(args["program"])
-    if isinstance(args.get("keep"), str):  # where it keeps what failed
-        args["keep"] = os.path.abspath(args["keep"])
-    name = environment.name and _code(environment.name)
-    return environment.model_copy(update={"name": name, "args": args})
-
-
-def _actor(actor: ActorSection) -> ActorSection:
-    update: dict[str, Any] = {
-        "draft_path": _model(actor.draft_path),
-        "engine": _code(actor.engine),
-    }
-    own = actor.correction and _corrections(actor.correction)
-    if (proposing := actor.speculate) is not None:
-        update["speculate"] = proposing.model_copy(update={"path": _model(proposing.path)})
-    return actor.model_copy(update={**update, "correction": own})
-
-
-def _teacher(teacher: TeacherSpec) -> TeacherSpec:
-    paths = {task: _model(path) for task, path in teacher.paths.items()}
-    return teacher.model_copy(update={"path": _model(teacher.path), "paths": paths})
-
-
-def _corrections(corrections: CorrectionList) -> CorrectionList:
-    entries = tuple(e._replace(name=_code(e.name)) for e in corrections.entries)
-    shadow = tuple(_corrections(one) for one in corrections.shadow)
-    return corrections.model_copy(update={"entries": entries, SHADOW: shadow})
-
-
-def _task(task: AnyTask) -> AnyTask:
-    args = dict(task.args)
-    for name in FILES:
-        if isinstance(args.get(name), str):
-            args[name] = _data(args[name])
-        elif isinstance(args.get(name), list | tuple):
-            args[name] = [_data(one) if isinstance(one, str) else one for one in args[name]]
-    grader = args.get("grader")
-    if isinstance(grader, str):
-        args["grader"] = _code(grader)
-    elif isinstance(grader, list | tuple):
-        args["grader"] = [_code(str(function)) for function in grader]
-    rewards = {label: _reward(reward) for label, reward in task.rewards.items()}
-    update: dict[str, Any] = {"name": _code(task.name), "args": args, "rewards": rewards}
-    if isinstance(task, MixedTaskSpec) and task.advantage is not None:
-        update["advantage"] = _code(task.advantage)
-    if isinstance(task, MixedTask) and task.environment is not None:
-        update["environment"] = _environment(task.environment)
-    return task.model_copy(update=update)
-
-
-def _reward(reward: RewardSpec) -> RewardSpec:
-    classifier, own = reward.classifier, reward.own
-    if classifier is not None:
-        classifier = classifier.model_copy(update={"path": _model(classifier.path)})
-    if own is not None:
-        own = own.model_copy(update={"name": _code(own.name)})
-    return reward.model_copy(update={"classifier": classifier, "own": own})
-
-
-def _model(path: str | None) -> str | None:
-    """A folder; OWNER/NAME of the Hugging Face hub stands for its files in the local cache."""
-    if path is None or os.path.exists(path) or not HUB_NAME.fullmatch(path):
-        return _path(path)
-    snapshot = hub_folders("models", path)[1]
-    return str(snapshot) if snapshot.is_dir() else _path(path)
-
-
-def _template(name: str) -> str:
-    return name if name in ("auto", "off") else os.path.abspath(name)
-
-
-def _data(path: str) -> str:
-    """A file, folder or pattern; OWNER/NAME of a set in the local cache is `hf:OWNER/NAME`."""
-    if path.startswith(CACHED):
-        return path
-    name = "/".join(path.split("/")[:2])
-    if os.path.exists(path) or not HUB_NAME.fullmatch(name):
-        return os.path.abspath(path)
-    cached = prepared_set(name).is_dir() or hub_folders("datasets", name)[1].is_dir()
-    return CACHED + path if cached else os.path.abspath(path)
-
-
-def _path(path: str | None) -> str | None:
-    return path and os.path.abspath(path)
-
-
-def _code(name: str) -> str:
-    """ "path/to/file.py:Object" with its file made absolute; anything else as it is."""
-    file, colon, thing = name.rpartition(":")
-    return f"{os.path.abspath(file)}:{thing}" if colon and file.endswith(".py") else name
 
 
 GROUP = "task"
@@ -542,7 +387,8 @@ def _checked(cfg: DictConfig, selected: dict[str, Any]) -> RunConfig:
         data = resolved(cfg)
     except OmegaConfBaseException as e:
         raise UserError(f"A value of the configuration cannot be resolved: {one_line(e)}.") from e
-    return absolute(check(validate(data)))
+    checked: RunConfig = absolute(check(validate(data)))
+    return checked
 
 
 def _more(keys: Sequence[str]) -> str:

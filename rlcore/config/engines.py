@@ -72,6 +72,7 @@ def check_engines(c: RunConfig) -> None:
     _check_methods(c)
     for key, spec, facts in engines(c):
         facts.refuse(spec, key)
+        facts.refuse_run(c, spec, key)
     for engine in engines(c):
         for name in engine.unread():
             default = type(engine.spec).model_fields[name].default

@@ -16,11 +16,6 @@ ENGINES = 0.7  # of a GPU's memory, that engines beside a learner may plan with
 def check_colocated(c: RunConfig) -> None:
     """Check which roles may take turns on a GPU, and how many of each."""
     if not c.schedule.colocated:
-        refuse(
-            c.learner.offload_while_sampling,
-            "learner.offload_while_sampling=true frees memory for engines on the learner's GPUs, "
-            "which schedule.colocated=false gives it alone: leave it false.",
-        )
         return
     for label, actor in c.actor.items():
         _engine(label, actor)

@@ -284,6 +284,7 @@ class RunConfig(Spec):
     run_dir: str = setting(
         min_length=1,
         meaning="folder of this run: configuration, metrics, checkpoints, samples, report",
+        names="path",
     )
     seed: int = setting(0, "of all random numbers")
     resume: Literal["never", "auto"] = setting(

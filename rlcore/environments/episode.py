@@ -6,12 +6,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlcore.environments.processes import Link
-from rlcore.environments.protocol import Renderer
 from rlcore.models.routes import joined
 from rlcore.seeding import derive_seed
 from rlcore.types import (
@@ -24,6 +22,10 @@ from rlcore.types import (
     Trajectory,
     request_id,
 )
+
+if TYPE_CHECKING:
+    from rlcore.environments.processes import Link
+    from rlcore.environments.protocol import Renderer
 
 TURN = "#"  # in the purpose of what the engine is asked for: a turn of an episode
 

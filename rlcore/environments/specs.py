@@ -35,6 +35,7 @@ class EnvironmentSpec(Spec):
         None,
         "an environment of rlcore.environments, e.g. higher_lower, or path/to/file.py:Class; null: "
         "one turn, graded by the task",
+        names="code",
     )
     args: dict[str, Any] = setting(
         default_factory=dict, meaning="keyword arguments of the environment"

@@ -2,7 +2,3 @@
 
 Imports no Ray.
 """
-
-from rlcore.launch.job import Rendered, launch, render
-
-__all__ = ["Rendered", "launch", "render"]

@@ -453,7 +453,7 @@ def _attention(spec: LearnerSpec) -> Attention:
         return spec.attention
     if spec.device == "cpu" or spec.compute_dtype == "float32":
         return "sdpa"
-    if spec.sequence_parallel > 1:  # transformers would import a package for its name
+    if spec.holders("sequences") > 1:  # transformers would import a package for its name
         return "varlen"
     from transformers.utils import is_flash_attn_2_available
 

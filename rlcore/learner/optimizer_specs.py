@@ -1,4 +1,4 @@
-"""Settings of the optimizer, and of what is kept off the GPUs. No torch."""
+"""Settings of the optimizer. No torch."""
 
 from __future__ import annotations
 
@@ -44,44 +44,4 @@ class OptimizerSpec(Spec):
             f"{self.lr_schedule}, which ends after {f'{key}.lr_decay_steps' if named else 'all'}"
             f"{'=' if named else ' '}{end}{'' if named else ' steps of the run'}: set {key}."
             f"lr_warmup_steps={end - 1} or less, or {key}.lr_schedule=constant.",
-        )
-
-
-class OffloadSpec(Spec):
-    """The tensors that ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""
-
-    unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(
-            ("pin_memory",),
-            lambda spec: spec.optimizer == spec.parameters == "none",
-            "optimizer=none with parameters=none offloads nothing",
-        ),
-    )
-
-    optimizer: Literal["none", "cpu", "nvme"] = setting(
-        "none",
-        "cpu: AdamW's float32 weights and moments are in host memory, and the step is computed "
-        "there; nvme: on disk between steps",
-    )
-    parameters: Literal["none", "cpu"] = setting(
-        "none", "cpu: a rank's parameters, and the KL reference's, are in host memory between uses"
-    )
-    nvme_path: str | None = setting(None, "folder of optimizer=nvme, on a local disk of each node")
-    pin_memory: bool = setting(True, "page-locked host memory: faster copies, less to swap out")
-
-    def check(self, key: str) -> None:
-        refuse(
-            self.parameters != "none" and self.optimizer == "none",
-            f"{key}.parameters={self.parameters} would leave the larger part on the GPU: set "
-            f"{key}.optimizer=cpu or nvme as well.",
-        )
-        refuse(
-            self.optimizer == "nvme" and not self.nvme_path,
-            f"{key}.optimizer=nvme needs a folder on a local disk of each node: set "
-            f"{key}.nvme_path.",
-        )
-        refuse(
-            self.optimizer != "nvme" and self.nvme_path is not None,
-            f"{key}.nvme_path={self.nvme_path} is read by {key}.optimizer=nvme alone, which is "
-            f"{self.optimizer}: leave it null, or set optimizer=nvme.",
         )

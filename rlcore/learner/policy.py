@@ -113,7 +113,7 @@ def _load_split(
     try:
         return load_split(path, config, split, device)
     except UnsplitNamesError as e:
-        logger.info("learner.zero_stage=3 reads the whole model in every rank: %s", e)
+        logger.info("The engine reads the whole model in every rank: %s", e)
         return None
 
 

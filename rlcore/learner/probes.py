@@ -222,7 +222,6 @@ def odd_attention(lm: Any) -> str | None:
 # ---- parts of sequences --------------------------------------------------------------------------
 
 SplitAttention = Callable[[Any, Shards], None]
-KEY = "learner.sequence_parallel"
 
 
 def hold_in_parts(lm: Any, shards: Shards, split: SplitAttention, device: torch.device) -> None:
@@ -238,7 +237,7 @@ def hold_in_parts(lm: Any, shards: Shards, split: SplitAttention, device: torch.
         if difference > TOLERANCE[lm.dtype]:
             reason = f"its hidden states would differ by {difference:.2g}"
     if reason is not None:
-        raise UserError.choice(KEY, shards.count, ("1",), f"of this model, {reason}")
+        raise UserError.choice(shards.key, shards.count, ("1",), f"of this model, {reason}")
 
 
 @torch.no_grad()

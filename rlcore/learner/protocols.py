@@ -75,7 +75,7 @@ class TrainEngine(ABC):
         """Optional. Let a model's attention read the positions that other ranks hold, in place; by
         default an engine has no such attention."""
         raise UserError(
-            f"learner.sequence_parallel={shards.count} needs an attention that exchanges positions "
+            f"{shards.key}={shards.count} needs an attention that exchanges positions "
             "among ranks, which this learner.engine lacks: use 1, or learner.engine=deepspeed."
         )
 

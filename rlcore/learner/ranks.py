@@ -82,7 +82,7 @@ class RankReduce(Reduce):
         return moved.to(values.device)
 
 
-# Sequences that several ranks hold in parts (`learner.sequence_parallel`).
+# Sequences that several ranks hold in parts.
 #
 # The ranks of a group have the same micro-batches. Each computes the layers at its own positions, a
 # contiguous part of every row, and the scores of the tokens that these predict; attention exchanges
@@ -98,6 +98,7 @@ class Shards:
     group: Any  # torch's process group
     index: int
     count: int
+    key: str  # of the setting that says so
 
     def padded(self, mb: MicroBatch) -> MicroBatch:
         """The micro-batch with rows padded to a multiple of `count`.
@@ -177,5 +178,7 @@ def join_groups(spec: LearnerSpec) -> tuple[Shards | None, Any]:
     others = [list(range(part, world, parts)) for part in range(parts)]
     own, _ = dist.new_subgroups_by_enumeration(same)
     across, _ = dist.new_subgroups_by_enumeration(others)
-    shards = Shards(own, rank % parts, parts) if spec.sequence_parallel > 1 else None
-    return shards, across
+    for division in spec.divisions:
+        if division.of == "sequences":
+            return Shards(own, rank % parts, parts, f"learner.{division.name}"), across
+    return None, across

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
-from rlcore.engine_facts import EngineFacts, facts_of
-from rlcore.learner.optimizer_specs import OffloadSpec, OptimizerSpec
+from rlcore.engine_facts import Divided, Division, EngineFacts, facts_of
+from rlcore.learner.engines.deepspeed_specs import DeepSpeedSpec
+from rlcore.learner.optimizer_specs import OptimizerSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
 from rlcore.spec import Fixed, Spec, Unread, refuse, setting
 from rlcore.types import SamplingSpec
 from rlcore.weights.specs import RoundingSpec
 
-PARTS = ("sequence_parallel", "tensor_parallel", "expert_parallel")  # keys that say who holds parts
 CRITIC = "critic"  # a companion that is not published
 SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
 LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: MaxLoRARanks)
@@ -122,7 +123,7 @@ class CriticSpec(ValueSpec):
         )
 
 
-class LearnerSpec(OptimizerSpec):
+class LearnerSpec(OptimizerSpec, DeepSpeedSpec):
     """The ranks that train the policy, and its companions."""
 
     unread: ClassVar[tuple[Unread, ...]] = (
@@ -131,49 +132,15 @@ class LearnerSpec(OptimizerSpec):
             lambda spec: spec.compute_dtype == "float32",
             "dtype is float32, of the head as well",
         ),
-        Unread(
-            ("overlap_comm",),
-            lambda spec: spec.zero_stage != 3,
-            "zero_stage is not 3, which alone has such a stream",
-        ),
     )
     fixed: ClassVar[Mapping[str, str]] = {
         "engine": Fixed.WEIGHTS,
         "router_replay": Fixed.SAMPLED,
     }
     fixed_presence: ClassVar[Mapping[str, str]] = {"draft": Fixed.WEIGHTS}
-    #: settings that an engine reads if its facts say so; true: refused with another engine, which
-    #: would compute something else; false: named as not read
-    engine_settings: ClassVar[Mapping[str, bool]] = {
-        "sequence_parallel": True,
-        "tensor_parallel": True,
-        "expert_parallel": True,
-        "zero_stage": False,
-        "overlap_comm": False,
-        "offload": False,
-        "offload_while_sampling": False,
-    }
 
-    engine: str = setting("deepspeed", "training engine, or file.py:Class")
+    engine: str = setting("deepspeed", "training engine, or file.py:Class", names="code")
     ranks: int = setting(1, "processes that train, a GPU each", gt=0)
-    sequence_parallel: int = setting(
-        1,
-        "ranks that hold parts of the same sequences, for contexts too long for one (Ulysses): a "
-        "divisor of ranks and of the attention heads",
-        gt=0,
-    )
-    tensor_parallel: int = setting(
-        1,
-        "ranks that hold parts of the same layers' matrices, at ZeRO 0 to 2 (AutoTP): a divisor of "
-        "ranks, of the key heads and of the MLP's width",
-        gt=0,
-    )
-    expert_parallel: int = setting(
-        1,
-        "ranks that hold parts of the experts of every layer, at ZeRO 0 to 2 (AutoEP): a divisor "
-        "of ranks and of the experts",
-        gt=0,
-    )
     num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
     max_threads: Literal["auto"] | int | None = setting(
         "auto",
@@ -181,9 +148,6 @@ class LearnerSpec(OptimizerSpec):
         "while cores idle, synchronous ones always. auto: all cores in synchronous ones",
     )
     num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
-    zero_stage: Literal[0, 1, 2, 3] = setting(
-        0, "what DeepSpeed shards: 1 optimizer, 2 and gradients, 3 and parameters"
-    )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
     )
@@ -245,10 +209,6 @@ class LearnerSpec(OptimizerSpec):
         "scores of the LM head by one kernel for GPUs, with exact logits (not of safe or kept "
         "sets); not proven yet",
     )
-    overlap_comm: bool | None = setting(
-        None,
-        "ZeRO-3: gradients are reduced on a second stream, during the backward pass; null: on GPUs",
-    )
     ref_pass: Literal["auto", "always"] = setting(
         "auto", "auto: p_ref is p_new detached when both coincide"
     )
@@ -260,7 +220,6 @@ class LearnerSpec(OptimizerSpec):
         ge=0,
     )
     port: int = setting(0, "rendezvous port of the ranks; 0: any free one", ge=0, lt=65536)
-    offload: OffloadSpec = OffloadSpec()
     lora: LoraSpec | None = None
     distill: DistillSpec | None = None
     draft: DraftLearnerSpec | None = None
@@ -268,11 +227,6 @@ class LearnerSpec(OptimizerSpec):
         None,
         "label of an actor with rounded weights (actor.LABEL.rounding): forward passes round as it "
         "does, gradients pass straight through, and float32 is trained; null: no rounding",
-    )
-    offload_while_sampling: bool = setting(
-        False,
-        "schedule.colocated: masters, moments and buffers of gradients are on the host while "
-        "engines are awake",
     )
     train_sparse: bool = setting(
         False,
@@ -297,7 +251,7 @@ class LearnerSpec(OptimizerSpec):
             "share_prefix": self.share_prefix == "auto",
             f"layers={self.layers}": self.layers != "torch",
             "router_replay": self.router_replay,
-            "sequence_parallel": self.sequence_parallel > 1,
+            **{d.name: True for d in self.divisions if d.of == "sequences"},
             "sparse attention": self.train_sparse or self.distill is not None,
             "merged adapters": self.lora is not None and self.lora.publish == "merged",
         }
@@ -311,7 +265,16 @@ class LearnerSpec(OptimizerSpec):
     @property
     def parts(self) -> int:
         """Ranks that have a share of a batch together."""
-        return self.sequence_parallel * self.tensor_parallel
+        return self.holders("sequences") * self.holders("layers")
+
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """The things that the engine's ranks hold parts of."""
+        return tuple(d for d in self.facts.divisions(self) if d.ranks > 1)
+
+    def holders(self, of: Divided) -> int:
+        """Ranks that hold parts of the same sequences, layers or experts."""
+        return prod(d.ranks for d in self.divisions if d.of == of)
 
     @property
     def threads(self) -> int:
@@ -329,12 +292,6 @@ class LearnerSpec(OptimizerSpec):
     def exact_head(self) -> bool:
         """`fp32_head` with null resolved."""
         return self.num_gpus > 0 if self.fp32_head is None else self.fp32_head
-
-    @property
-    def overlaps(self) -> bool:
-        """`overlap_comm` with null resolved, at the stage that has it."""
-        wanted = self.num_gpus > 0 if self.overlap_comm is None else self.overlap_comm
-        return wanted and self.zero_stage == 3
 
     def check(self, key: str) -> None:
         refuse(

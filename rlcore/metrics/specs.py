@@ -125,6 +125,7 @@ class LoggingSpec(Spec):
         (),
         "further receivers of the metrics: tensorboard, mlflow, trackio, or file.py:Class of yours "
         "(rlcore.metrics.sinks.Sink)",
+        names="code",
     )
     samples_per_step: int = setting(
         4, "groups of each step in samples/: one sample of each, of the first one all", ge=0

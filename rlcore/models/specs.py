@@ -49,7 +49,9 @@ class WarmUpSpec(Spec):
         "float64: computed in float64 and rounded at its end, to the same model on every machine; "
         "in one process, on CPU",
     )
-    cache_dir: str = setting("cache/warmup", "folder where warmed-up models are kept and reused")
+    cache_dir: str = setting(
+        "cache/warmup", "folder where warmed-up models are kept and reused", names="path"
+    )
 
     def check(self, key: str) -> None:
         refuse(
@@ -106,6 +108,7 @@ class TemplateSpec(Spec):
     chat_template: str = setting(
         "auto",
         "auto: the tokenizer's, if it has one; off: none; else a file with your Jinja template",
+        names="template",
     )
     chat_template_args: dict[str, Any] = setting(
         default_factory=dict,
@@ -139,7 +142,7 @@ class ModelSpec(TemplateSpec):
         "diffusion": Fixed.SAMPLED,
     }
 
-    path: str | None = setting(None, "Hugging Face folder of the starting policy")
+    path: str | None = setting(None, "Hugging Face folder of the starting policy", names="model")
     fresh: FreshModelSpec | None = setting(None, "made when path is null")
     diffusion: DiffusionSpec | None = setting(
         None, "the model is a masked-diffusion one, of LLaDA's form; null: it is causal"

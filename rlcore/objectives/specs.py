@@ -61,7 +61,9 @@ class ObjectiveSpec(Spec):
         ),
     )
 
-    advantage: str = setting("grpo", "how rewards become advantages, or file.py:Class")
+    advantage: str = setting(
+        "grpo", "how rewards become advantages, or file.py:Class", names="code"
+    )
     whitening: Literal["episodes", "tokens"] = setting(
         "episodes", "reinforce_pp: what the batch's mean and deviation are over"
     )
@@ -80,7 +82,7 @@ class ObjectiveSpec(Spec):
         "turn_share, or a critic: what a reward to go or a value is of; token: every token is a "
         "turn, and a whole turn's reward is its last token's",
     )
-    loss: str = setting("ppo", "policy loss, or file.py:Class")
+    loss: str = setting("ppo", "policy loss, or file.py:Class", names="code")
     reward_weight: float = setting(
         1.0, "weight of the policy loss; 0: rewards train nothing, with a teacher alone", ge=0
     )
@@ -202,10 +204,14 @@ class TeacherSpec(Spec):
         "arriving records",
     )
     path: str | None = setting(
-        None, "kind=frozen or engine: its Hugging Face folder; frozen, null: the starting policy"
+        None,
+        "kind=frozen or engine: its Hugging Face folder; frozen, null: the starting policy",
+        names="model",
     )
     paths: dict[str, str] = setting(
-        default_factory=dict, meaning="kind=frozen: folders by task, in the place of path"
+        default_factory=dict,
+        meaning="kind=frozen: folders by task, in the place of path",
+        names="model",
     )
     actor: str | None = setting(
         None, "kind=engine: in the place of path, the draft actor whose model it is, by its label"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.files import replace_file
+from rlcore.learner.specs import ENGINE_FACTS, LearnerSpec
 from rlcore.metrics.digest import Digest, duration, number
 from rlcore.metrics.digest import tasks as tasks_of
 from rlcore.metrics.limit import limit_share, sentence
@@ -200,10 +201,11 @@ def _learner(learner: Any) -> str:
     ranks = learner.get("ranks", 1)
     lora = ", LoRA" if learner.get("lora") else ""
     plural = "s" if ranks != 1 else ""
-    zero = f"ZeRO {learner.get('zero_stage')}"
     engine = learner.get("engine", "deepspeed")
-    stage = zero if engine == "deepspeed" else str(engine)
-    return f"{ranks} rank{plural}, {stage}, lr {learner.get('lr')}{lora}"
+    if engine in ENGINE_FACTS:
+        spec = LearnerSpec.model_construct(**learner)
+        engine = spec.facts.words(spec) or engine
+    return f"{ranks} rank{plural}, {engine}, lr {learner.get('lr')}{lora}"
 
 
 def _done_with(about: Mapping[str, Any]) -> dict[str, str]:

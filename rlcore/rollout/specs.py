@@ -67,7 +67,9 @@ class SpeculateSpec(Spec):
     """A small model proposes tokens, and the actor's own model accepts or replaces them, so that
     they are distributed as its own (speculative decoding)."""
 
-    path: str = setting(meaning="Hugging Face folder of the model that proposes; it stays as it is")
+    path: str = setting(
+        meaning="Hugging Face folder of the model that proposes; it stays as it is", names="model"
+    )
     tokens: int = setting(3, "proposed at a time", unit="tokens", gt=0, le=16)
 
 
@@ -138,7 +140,9 @@ class ActorSpec(RoundingSpec):
     activations: ActivationRounding = setting(
         "none", "emulated rounding (CPU) of what linear maps read, each token by itself"
     )
-    engine: str = setting("vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion")
+    engine: str = setting(
+        "vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion", names="code"
+    )
     count: int = setting(1, "engines of this kind", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
@@ -186,7 +190,7 @@ class ActorSpec(RoundingSpec):
     fp8_kv_cache: bool = setting(False, "GPU: keys and values in FP8")
     sparse: SparseSpec | None = None
     speculate: SpeculateSpec | None = None
-    draft_path: str | None = setting(None, "kind draft: its Hugging Face folder")
+    draft_path: str | None = setting(None, "kind draft: its Hugging Face folder", names="model")
     draft_fresh: FreshModelSpec | None = None
     logit_noise: float = setting(0.0, "std of noise added to actor logits, to study mismatch", ge=0)
     probability_floor: float = setting(

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from rlcore.files import hub_folders, not_here, prepared_set
+from rlcore.files import CACHED, hub_folders, not_here, prepared_set
 from rlcore.tasks.arguments import ArgumentError
 
 Row = dict[str, Any]
 # Files of `datasets.save_to_disk`: beside the data of one split, and above the folders of several.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-CACHED = "hf:"  # before the name of a data set in the local cache
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 MOST_DIGITS = 4300  # of an integer: Python converts no longer ones to text
 DEEPEST = 100  # levels of lists and objects in a row

@@ -15,7 +15,9 @@ OverlongRows = Literal["refuse", "skip", "truncate_left"]
 class EvalTaskSpec(Spec):
     """A task that is only evaluated; the training task's graders grade it too."""
 
-    name: str = setting(meaning="a task of rlcore.tasks, e.g. digits, or path/to/file.py:Class")
+    name: str = setting(
+        meaning="a task of rlcore.tasks, e.g. digits, or path/to/file.py:Class", names="code"
+    )
     args: dict[str, Any] = setting(default_factory=dict, meaning="keyword arguments of the task")
     max_prompt_tokens: int | None = setting(
         None,
@@ -128,5 +130,7 @@ class MixedTaskSpec(TaskSpec):
         None, "of sampling; the learner applies the same; null: rollout.temperature", gt=0
     )
     advantage: str | None = setting(
-        None, "how its rewards become advantages, or file.py:Class; null: algorithm.advantage"
+        None,
+        "how its rewards become advantages, or file.py:Class; null: algorithm.advantage",
+        names="code",
     )

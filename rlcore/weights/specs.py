@@ -31,6 +31,7 @@ class TransportSpec(Spec):
         "object_store",
         "how weights travel to actors: object_store; disk; nccl: from GPU to GPU; ipc: on GPUs "
         "that both share; gloo: CPU; or file.py:Class",
+        names="code",
     )
     bucket_mib: int = setting(
         512,

@@ -26,7 +26,8 @@ from rlcore.agents.endpoint_http import (
 )
 from rlcore.agents.endpoint_server import Answered, SessionServer
 from rlcore.agents.renderers import check_template
-from rlcore.config.compose import absolute, load
+from rlcore.config.compose import load
+from rlcore.config.paths import absolute
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action

@@ -11,7 +11,8 @@ import pytest
 from environment_fakes import ScriptedSampler, ask
 from trl_fakes import Counter
 
-from rlcore.config.compose import absolute, load
+from rlcore.config.compose import load
+from rlcore.config.paths import absolute
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action, ToolCall

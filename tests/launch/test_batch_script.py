@@ -11,7 +11,7 @@ import pytest
 from timing import deadline, wait_until
 
 from rlcore.errors import UserError
-from rlcore.launch import render
+from rlcore.launch.job import render
 from rlcore.launch.specs import LaunchSpec
 
 WORDS = ["experiment=math_fp8_gpu", "run_dir=/data/a b", "model.path=it's"]

@@ -10,7 +10,7 @@ import yaml
 
 from rlcore.config.compose import load
 from rlcore.errors import StageError, UserError
-from rlcore.launch import launch, render
+from rlcore.launch.job import launch, render
 from rlcore.launch.specs import LaunchSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def test_a_refused_job_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.processes
 def test_launching_imports_neither_ray_nor_torch():
     heavy = "any(m in sys.modules for m in ('ray', 'torch', 'vllm'))"
-    code = f"import sys, rlcore.launch; sys.exit({heavy})"
+    code = f"import sys, rlcore.launch.job; sys.exit({heavy})"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -17,8 +17,7 @@ import yaml
 from rlcore.cli import main
 from rlcore.config.compose import load
 from rlcore.errors import UserError
-from rlcore.launch import render
-from rlcore.launch.job import HEAD_PORTS, job_name, with_metrics_port
+from rlcore.launch.job import HEAD_PORTS, job_name, render, with_metrics_port
 from rlcore.launch.specs import LaunchSpec
 
 WORDS = ["experiment=math_fp8_gpu", "run_dir=/data/a b", "model.path=it's"]

@@ -14,6 +14,8 @@ from rlcore.learner.probes import hold_in_parts
 from rlcore.learner.ranks import Shards
 from rlcore.learner.specs import LearnerSpec
 
+KEY = "learner.sequence_parallel"
+
 
 def _micro_batches(layout):
     batch = build_batch(make_groups(4), with_topk=False, device=torch.device("cpu"))
@@ -24,7 +26,7 @@ def _micro_batches(layout):
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_every_position_and_every_token_is_one_ranks(layout, count):
     for mb in _micro_batches(layout):
-        shards = [Shards(None, index, count) for index in range(count)]
+        shards = [Shards(None, index, count, KEY) for index in range(count)]
         whole = shards[0].padded(mb)
         width = whole.input_ids.shape[1]
         assert width % count == 0 and width - mb.input_ids.shape[1] < count
@@ -44,7 +46,7 @@ def test_every_position_and_every_token_is_one_ranks(layout, count):
 def test_padding_continues_the_last_sequence():
     mb = _micro_batches("packed")[0]
     width = mb.position_ids.shape[1]
-    padded = Shards(None, 0, width + 3).padded(mb).position_ids[0, width:]
+    padded = Shards(None, 0, width + 3, KEY).padded(mb).position_ids[0, width:]
     assert padded.tolist() == [int(mb.position_ids[0, -1]) + n for n in (1, 2, 3)]
 
 
@@ -55,15 +57,15 @@ def _model(heads, key_heads):
 
 def test_ranks_that_do_not_divide_the_heads_are_refused():
     with pytest.raises(UserError, match=r"sequence_parallel=5 .*12 attention heads") as refused:
-        split_attention(_model(12, 2), Shards(None, 0, 5))
+        split_attention(_model(12, 2), Shards(None, 0, 5, KEY))
     assert str(refused.value).endswith("and 2 key heads; choose one of: 1, 2, 4, 6, 12.")
     with pytest.raises(UserError, match="choose one of: 1, 2, 6"):
-        split_attention(_model(6, 2), Shards(None, 0, 3))
+        split_attention(_model(6, 2), Shards(None, 0, 3, KEY))
 
 
 def test_an_engine_without_such_an_attention_says_so():
     with pytest.raises(UserError, match=r"sequence_parallel=2 .*learner\.engine=deepspeed"):
-        PlainEngine.split_attention(torch.nn.Identity(), Shards(None, 0, 2))
+        PlainEngine.split_attention(torch.nn.Identity(), Shards(None, 0, 2, KEY))
 
 
 def test_ranks_with_the_same_sequences_have_one_share():
@@ -74,4 +76,4 @@ def test_a_model_with_windows_is_refused():
     config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
     lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     with pytest.raises(UserError, match=r"sequence_parallel=2 .*whole context.*one of: 1\."):
-        hold_in_parts(lm, Shards(None, 0, 2), split_attention, torch.device("cpu"))
+        hold_in_parts(lm, Shards(None, 0, 2, KEY), split_attention, torch.device("cpu"))

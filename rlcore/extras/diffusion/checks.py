@@ -9,8 +9,8 @@ from rlcore.config.schema import RunConfig
 from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.engine_facts import EngineFacts, foreign
+from rlcore.errors import UserError
 from rlcore.extras.diffusion.folder import LAYERS
-from rlcore.learner.specs import PARTS
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import refuse
 
@@ -147,12 +147,10 @@ def _check_learning(c: RunConfig) -> None:
     }
     for key, used in on.items():
         refuse(used, f"{key} is made for causal actors, and model.diffusion is set: leave it off.")
-    for name in PARTS:
-        count = getattr(learner, name)
-        refuse(
-            count > 1,
-            f"learner.{name}={count} splits layers that are named and attend as in causal models, "
-            "and model.diffusion is set: use 1.",
+    for division in learner.divisions:
+        raise UserError(
+            f"learner.{division.name}={division.ranks} splits layers that are named and attend as "
+            "in causal models, and model.diffusion is set: use 1."
         )
     refuse(
         learner.attention not in ("auto", "sdpa"),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError
-from rlcore.learner.engines.deepspeed_facts import DeepSpeedFacts
+from rlcore.learner.engines.deepspeed_facts import DeepSpeedFacts, overlaps
 from rlcore.learner.engines.model_parallel import (
     ExpertParts,
     ModelParts,
@@ -82,7 +82,7 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
         },
         "zero_optimization": {
             "stage": spec.zero_stage,
-            "overlap_comm": spec.overlaps,
+            "overlap_comm": overlaps(spec),
             "contiguous_gradients": True,
             **offload_config(spec),
         },

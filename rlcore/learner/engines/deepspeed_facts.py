@@ -7,13 +7,17 @@ libraries add to it; nothing here has been measured on a GPU. No torch.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from rlcore.engine_facts import EngineFacts, RankLoad, RankMemory
+from rlcore.engine_facts import Division, EngineFacts, RankLoad, RankMemory
+from rlcore.learner.engines.deepspeed_specs import DeepSpeedSpec
 from rlcore.learner.limits import most_positions
-from rlcore.learner.specs import PARTS, LearnerSpec
+from rlcore.learner.specs import LearnerSpec
 from rlcore.models.sizes import BYTES, ModelSizes, Parts, total
 from rlcore.spec import refuse
+
+if TYPE_CHECKING:
+    from rlcore.config.schema import RunConfig
 
 BUCKET = 5e8  # entries of DeepSpeed's buffer of gradients under reduction
 LIVE = 1e9  # entries that ZeRO-3 keeps gathered at most (stage3_max_live_parameters)
@@ -25,11 +29,10 @@ SWAPPED = 4  # such groups of a tensor that a rank with states on NVMe has memor
 class DeepSpeedFacts(EngineFacts):
     """ZeRO 0 to 3, with parts of sequences, layers and experts, and offloading."""
 
-    reads: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("zero_stage", "overlap_comm", "offload", "offload_while_sampling"),
-            *("sequence_parallel", "tensor_parallel", "expert_parallel"),
-        }
+    reads: ClassVar[frozenset[str]] = frozenset(DeepSpeedSpec.engine_settings)
+    smaller: ClassVar[str] = (
+        "set learner.zero_stage=3 or learner.offload.optimizer=cpu, or raise "
+        "learner.sequence_parallel"
     )
 
     @classmethod
@@ -45,12 +48,28 @@ class DeepSpeedFacts(EngineFacts):
             f"{key}.offload.optimizer={spec.offload.optimizer} needs {key}.zero_stage=3, which is "
             f"{spec.zero_stage}: below it DeepSpeed adds up offloaded gradients in bfloat16.",
         )
-        for name in PARTS:
-            _check_divides(spec, key, name)
+        for division in cls.divisions(spec):
+            _check_divides(spec, key, division)
+
+    @classmethod
+    def refuse_run(cls, c: RunConfig, spec: LearnerSpec, key: str) -> None:
+        refuse(
+            spec.offload_while_sampling and not c.schedule.colocated,
+            f"{key}.offload_while_sampling=true frees memory for engines on the learner's GPUs, "
+            "which schedule.colocated=false gives it alone: leave it false.",
+        )
 
     @classmethod
     def words(cls, spec: LearnerSpec) -> str:
         return f"ZeRO-{spec.zero_stage}"
+
+    @classmethod
+    def divisions(cls, spec: LearnerSpec) -> tuple[Division, ...]:
+        return (
+            Division("sequences", "sequence_parallel", spec.sequence_parallel),
+            Division("layers", "tensor_parallel", spec.tensor_parallel),
+            Division("experts", "expert_parallel", spec.expert_parallel),
+        )
 
     @classmethod
     def rank_memory(cls, sizes: ModelSizes, spec: LearnerSpec, load: RankLoad) -> RankMemory:
@@ -68,16 +87,26 @@ class DeepSpeedFacts(EngineFacts):
         )
 
     @classmethod
+    def unused_room(cls, spec: LearnerSpec) -> str:
+        return "" if spec.offload_while_sampling else "learner.offload_while_sampling=true"
+
+    @classmethod
     def frozen_bytes(cls, sizes: ModelSizes, spec: LearnerSpec) -> float:
         return frozen_model(sizes, spec)
 
 
-def _check_divides(spec: LearnerSpec, key: str, name: str) -> None:
-    count = getattr(spec, name)
+def overlaps(spec: LearnerSpec) -> bool:
+    """`overlap_comm` with null resolved, at the stage that has it."""
+    wanted = spec.num_gpus > 0 if spec.overlap_comm is None else spec.overlap_comm
+    return wanted and spec.zero_stage == 3
+
+
+def _check_divides(spec: LearnerSpec, key: str, division: Division) -> None:
+    count = division.ranks
     divisors = [n for n in range(1, spec.ranks + 1) if spec.ranks % n == 0]
     refuse(
         count not in divisors,
-        f"{key}.{name}={count} does not divide {key}.ranks={spec.ranks}: choose one of "
+        f"{key}.{division.name}={count} does not divide {key}.ranks={spec.ranks}: choose one of "
         f"{', '.join(map(str, divisors))}.",
     )
 

@@ -325,7 +325,7 @@ def split_attention(lm: Any, shards: Shards) -> None:
     ]
     if shards.count not in fits:
         raise UserError.choice(
-            "learner.sequence_parallel",
+            shards.key,
             shards.count,
             tuple(map(str, fits)),
             f"the model has {heads} attention heads and {key_heads} key heads",

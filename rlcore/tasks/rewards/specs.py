@@ -152,7 +152,9 @@ class LeanSpec(BatchedSpec):
 class ClassifierSpec(Spec):
     """A Hugging Face sequence classifier of a local folder, on the CPU, in its own process."""
 
-    path: str = setting(meaning="local folder of an AutoModelForSequenceClassification")
+    path: str = setting(
+        meaning="local folder of an AutoModelForSequenceClassification", names="model"
+    )
     output: Literal["logit", "probability"] = setting(
         "logit", "what the reward is: the label's logit, or its sigmoid (softmax of several labels)"
     )
@@ -169,7 +171,7 @@ class ClassifierSpec(Spec):
 class OwnSpec(Spec):
     """A class of yours that inherits `rlcore.tasks.rewards.protocols.Reward`."""
 
-    name: str = setting(meaning="path/to/file.py:Class or package.module:Class")
+    name: str = setting(meaning="path/to/file.py:Class or package.module:Class", names="code")
     args: dict[str, Any] = setting(
         default_factory=dict, meaning="keyword arguments of its constructor"
     )
