@@ -132,17 +132,18 @@ def train(
 
 def evaluate(
     run_dir: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     checkpoint: str | None = None,
     config_dir: str | None = None,
 ) -> dict[str, float]:
     """`rlcore eval`: results on the held-out prompts by metric, of a run's newest checkpoint or of
-    the model that `overrides` name with model.path. Raises as `train`."""
-    config = _config("eval", overrides, run_dir, config_dir)
+    the model that `overrides` name with model or model.path. Raises as `train`."""
+    words = as_words(overrides)
+    config = _config("eval", words, run_dir, config_dir)
     from rlcore.commands.evaluate import evaluate as command
 
-    model_named = any(word.startswith("model.path=") for word in overrides)
+    model_named = cli.read(["eval", *words]).setting("model.path") is not None
     _apart(lambda: command(config, checkpoint, model_named=model_named))
     found: dict[str, float] = json.loads((Path(config.run_dir) / "eval.json").read_text())
     return found

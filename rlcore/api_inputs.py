@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import dis
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from rlcore.errors import UserError
@@ -100,7 +105,7 @@ def _source_file(reward: Callable[..., Any], folder: Path) -> str:
 def _sources(function: Callable[..., Any], done: set[str]) -> Iterator[str]:
     """The source of a function, after what it uses of its module: modules, functions and classes,
     constants."""
-    for name in inspect.unwrap(function).__code__.co_names if inspect.isfunction(function) else ():
+    for name in _names(inspect.unwrap(function).__code__):
         found = function.__globals__.get(name)
         if found is None or name in done:
             continue
@@ -114,8 +119,29 @@ def _sources(function: Callable[..., Any], done: set[str]) -> Iterator[str]:
         elif getattr(found, "__module__", None) and hasattr(found, "__name__"):
             yield f"from {found.__module__} import {found.__name__} as {name}"
         else:
-            yield f"{name} = {found!r}"
+            yield f"{name} = {_constant(name, found)}"
     yield textwrap.dedent(inspect.getsource(function))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names that a function's code reads, its comprehensions and lambdas included."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _constant(name: str, value: Any) -> str:
+    """The source of a value. Raises UserError where none gives it again."""
+    if isinstance(value, re.Pattern):
+        return f"__import__('re').compile({value.pattern!r}, {value.flags})"
+    with contextlib.suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(value)) == value:
+            return repr(value)
+    raise UserError(
+        f"reward= uses {name}, a {type(value).__name__} that cannot be written to a file: make it "
+        "inside the function, or give FILE.py:FUNCTION."
+    )
 
 
 def as_words(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:

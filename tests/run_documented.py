@@ -5,19 +5,21 @@
 Each bash block has a tag. `accept` blocks are only checked by tests/test_readme.py and
 tests/test_documented_starts.py: they need a GPU, a cluster, data of the reader or hours. `run`
 blocks also run here, one after the other, in one folder that has the files of their page (a block
-of Python after `NAME.py`, or that begins with `# NAME.py`). A block that stands on two pages runs
-once. `make` works on this checkout; runs that `rlcore` starts are shortened to STEPS optimizer
-steps, runs that `make` starts are not.
+of Python after `NAME.py`, or that begins with `# NAME.py`) and the reader's data and small model in
+the place of MODEL. A block that stands on two pages runs once. `make` works on this checkout; runs
+that `rlcore` starts are shortened to STEPS optimizer steps, runs that `make` starts are not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,8 @@ FILE = re.compile(r"`(\w+\.py)`[,:]\s(?:(?!```).)*?```python\n(.*?)```", re.DOTA
 BEGUN = re.compile(r"^`(\w+\.py)` (?:(?!\n\n).)*\n\n```python\n(.*?)```", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"```python\n(# (\w+\.py)\n.*?)```", re.DOTALL)  # by its first line
 STEPS = 4
+MODEL = "/models/Qwen3-1.7B"  # of the reader
+ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(200)]
 BLOCK_S = 3 * 3600  # the longest is `make demo`, 10 to 22 minutes on two quiet cores
 PREAMBLE = f"""
 set -euo pipefail
@@ -78,11 +82,21 @@ def files(page: str) -> dict[str, str]:
     return found | {name: content for content, name in NAMED.findall(text)}
 
 
+def make_reader_files(folder: Path) -> None:
+    """Write the data and the model that a reader of README.md has."""
+    from rlcore.models.fresh import build_fresh_model
+    from rlcore.models.specs import FreshModelSpec
+
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (folder / "train.jsonl").write_text(rows)
+    size = FreshModelSpec(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=32)
+    build_fresh_model(folder / "model", string.printable, size, seed=0, max_len=4096)
+
+
 def run(block: Block, folder: Path) -> int:
     """The exit code of a block's commands in `folder`; what they started is ended."""
-    process = subprocess.Popen(
-        ["bash", "-c", PREAMBLE + block.text], cwd=folder, start_new_session=True
-    )
+    text = PREAMBLE + block.text.replace(MODEL, "./model")
+    process = subprocess.Popen(["bash", "-c", text], cwd=folder, start_new_session=True)
     try:
         return process.wait(BLOCK_S)
     except subprocess.TimeoutExpired:
@@ -102,6 +116,7 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory(prefix="rlcore-documented-") as name:
         folder = Path(name)
+        make_reader_files(folder)
         for page in chosen:
             for file, content in files(page).items():
                 (folder / file).write_text(content)

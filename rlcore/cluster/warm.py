@@ -69,6 +69,7 @@ class Nursery:
 
 def stand_for(path: str, words: Sequence[str]) -> int:
     """Have `python WORD ...` done by a fork; its exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)  # kept until there is a fork to pass them to
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)
@@ -80,9 +81,16 @@ def stand_for(path: str, words: Sequence[str]) -> int:
     except OSError:
         pid = 0
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
         os.execv(sys.executable, [sys.executable, *words])
+
+    def pass_on(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
     for number in PASSED:
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
     code = int.from_bytes(connection.recv(NUMBER) or b"\x01", signed=True)
     if code < 0:  # a signal ended it
         signal.signal(-code, signal.SIG_DFL)

@@ -147,6 +147,7 @@ def _sweep(found: Sequence[Job], config_dir: str | None, start: Start) -> int:
     print("\n".join(f"{name}: {state}" for name, state in states.items()))
     _report(found)
     if "stopped" in states.values():
+        print("stopped: the same command goes on with the sweep")
         return STOPPED
     return 1 if "failed" in states.values() else 0
 

@@ -303,7 +303,7 @@ def _rendering(config: RunConfig, tokenizer: Any) -> str:
     """One line on the tokenizer and the chat template."""
     model = config.model
     if tokenizer is None:
-        return "no tokenizer: model.path=FOLDER shows the tokens and the chat template"
+        return "no tokenizer: model=FOLDER shows the tokens and the chat template"
     whose = f"model.path={model.path}" if model.path else "the fresh model, a token a character"
     if uses_template(tokenizer, model):
         template = "on"
@@ -375,8 +375,11 @@ def _summary(trials: Sequence[Trial], scores: Sequence[Sequence[Score]]) -> list
     lines = ["", f"mean reward: {', '.join(listed) or 'none'}; {failed} failed scores"]
     right = [mean for what, mean in means.items() if what in (WORKED, REFERENCE)]
     wrong = [mean for what, mean in means.items() if what in (ANOTHER, EMPTY)]
-    if not right:
+    known = any(r.what in (WORKED, REFERENCE) for trial in trials for r in trial.responses)
+    if not known:
         lines.append("the task has no known answers: no response was tried that should be right")
+    elif not right:
+        lines.append("the grader fails for every known answer: a run would drop all samples")
     elif wrong and max(right) <= max(wrong):
         lines.append("the grader does not prefer known answers to wrong ones: is it right?")
     return [*lines, ""]

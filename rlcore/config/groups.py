@@ -316,7 +316,10 @@ def _require_options(override: Override, options: dict[str, Path]) -> None:
             words, _ = moved
             raise UserError(f"experiment={option} is not a separate experiment: write {words}.")
         if not isinstance(option, str) or option not in options:
-            raise UserError.choice(group, shown, options, closest(str(option), options))
+            why = closest(str(option), options)
+            if group == "model" and not why:
+                why = f"{option} is no folder"
+            raise UserError.choice(group, shown, options, why)
 
 
 def _require_tasks(chosen: list[Any], shown: str) -> None:
@@ -349,6 +352,16 @@ def three_words(
     if model is None and DATA not in own and REWARD not in own:
         return None
     given = {word.partition("=")[0] for word in words}
+    if DATA in own and REWARD not in own and not given & {"task", "task.args.grader"}:
+        raise UserError(
+            f"reward= is missing, which scores the answers to data={own[DATA]}: give "
+            "reward=FILE.py:FUNCTION, or a task that grades rows, such as reward=gsm8k."
+        )
+    if REWARD in own and DATA not in own and not any("_path" in key for key in given):
+        raise UserError(
+            f"data= is missing, whose answers reward={own[REWARD]} scores: give data=FILE, rows "
+            "with a question and an answer."
+        )
     found = [] if model is None else ["model=path", f"model.path={model}"]
     reward = own.get(REWARD)
     if reward is not None and reward in options["task"]:

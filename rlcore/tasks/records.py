@@ -296,7 +296,10 @@ def _written(value: Any, path: str) -> str:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("question", "prompt", "messages")  # looked for where no column is named
-ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "label", "target")
+ANSWERS = (
+    *("answer", "solution", "ground_truth", "final_answer", "label", "target"),
+    *("completion", "output", "response"),
+)
 ACCEPTED = "answers"  # in an item's meta: the accepted answers, where there are several
 _STORED = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _BEGUN = ("prefix", "partial", "prefill", "continue_final_message")  # keys that mark a prefill

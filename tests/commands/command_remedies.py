@@ -225,6 +225,8 @@ WITHOUT = {
     r"put the missing rows back": OTHER + "test_dry_run.py",
     r"and none is valid, so resume=auto": OTHER + "test_dry_run.py",
     r"needs the package gguf": USER,
+    r"this conversation has|talks to causal models only": OTHER + "test_chat.py",
+    r"has no token for any character": USER,
     r"the package .* (cannot be had|did not arrive)": USER,
     r"the package .* has the SHA-256": FACT,
     r"calibrate=true measures": OTHER + "test_kinds_advice.py",

@@ -28,6 +28,9 @@ def grade(item, response):
 
 def generous(item, response):
     return 1.0
+
+def broken(item, response):
+    return item.answr
 """
 TASK = """
 from rlcore.types import Grade, Item
@@ -126,13 +129,16 @@ def test_system_turns_of_conversations_are_shown(tokenizer, tmp_path, capsys):
 @pytest.mark.processes
 def test_what_a_users_grader_says_and_where_it_fails(capsys):
     shown = tried(capsys, *FILE, "n=2", code=1)
-    assert "no tokenizer: model.path=FOLDER" in shown
+    assert "no tokenizer: model=FOLDER" in shown
     assert "reference answer: reward 1 (length 1)" in shown
     assert "another problem's answer: reward 0 (length 1)" in shown
     assert "empty response: FAILED (error): ValueError: nothing to judge" in shown
     assert "2 failed scores" in shown
     generous = tried(capsys, *FILE[:2], "task.args.grader=mine.py:generous", "n=1")
     assert "does not prefer known answers to wrong ones" in generous
+    broken = tried(capsys, *FILE[:2], "task.args.grader=mine.py:broken", "n=1", code=1)
+    assert "the grader fails for every known answer: a run would drop" in broken
+    assert "no known answers" not in broken
 
 
 @pytest.mark.processes

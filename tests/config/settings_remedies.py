@@ -206,6 +206,8 @@ WORDS = [
     ("watch --help onse", "perhaps once is meant", "-onse once"),
     ("train config_dir=/nowhere experiment=nope", "give one that holds", "config_dir=configs"),
     ("train model=smollm2 data=/r reward=x", "or a task that grades rows", "reward=gsm8k"),
+    ("train model=smollm2 data=/r", "reward= is missing", "reward=gsm8k"),
+    ("train model=smollm2 reward=gsm8k", "give data=FILE", "data=/r"),
     ("sweep run_dir=s experiment=nope seed=glob(*)", "write key=a,b,c", "seed=0,1"),
 ]
 
