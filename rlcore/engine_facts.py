@@ -56,6 +56,8 @@ class EngineFacts:
 
     #: settings of the section that this engine reads, of those in `engine_settings` of the section
     reads: ClassVar[frozenset[str]] = frozenset()
+    #: the engine's own settings, in `engine_args` of the section; None: it has none
+    settings: ClassVar[type[Spec] | None] = None
     #: what other settings may ask an engine for; rollout engines: "adapters", "group transports",
     #: "expert routes", "sleep", "bits"
     provides: ClassVar[frozenset[str]] = frozenset()

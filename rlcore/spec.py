@@ -9,11 +9,12 @@ into the configuration of a run; constructors take them whole. Example:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlcore.errors import UserError
@@ -73,6 +74,11 @@ class Spec(BaseModel):
         for cls in type(self).__mro__:
             yield from cls.__dict__.get(name, {}).items()
 
+    def own_sections(self, key: str) -> Mapping[str, Spec]:
+        """Plain mappings in this specification whose settings a class declares that it names, such
+        as an engine, by name. Raises UserError for settings that are not the class's."""
+        return {}
+
     def check(self, key: str) -> None:
         """Raise UserError if settings of this specification contradict each other.
 
@@ -103,6 +109,30 @@ def setting(
             default_factory=default_factory, description=meaning, json_schema_extra=extra, **bounds
         )
     return Field(default=default, description=meaning, json_schema_extra=extra, **bounds)
+
+
+def parsed(cls: type[Spec] | None, given: Mapping[str, Any], key: str, owner: str) -> Spec | None:
+    """The specification `cls` of settings that are written below `key`; None where there is none.
+
+    `owner`: what declares them, as "key=value". Types are not converted into each other. Raises
+    UserError for settings that it does not have."""
+    if cls is None:
+        refuse(
+            bool(given),
+            f"{key}={json.dumps(given)} is not read by {owner}, whose facts declare no settings: "
+            f"leave {key} empty, or name their specification in `facts.settings`.",
+        )
+        return None
+    try:
+        return cls.model_validate_json(json.dumps(given), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, (key, *first["loc"])))
+        said = {"extra_forbidden": "not a setting of it", "missing": "required"}
+        what = said.get(first["type"], first["msg"])
+        raise UserError(
+            f"{name} is not accepted by {owner}: {what}; it has {', '.join(cls.model_fields)}."
+        ) from None
 
 
 def refuse(when: bool, sentence: str) -> None:

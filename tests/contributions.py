@@ -32,7 +32,7 @@ CURRENT = "tests/test_architecture.py::test_the_generated_pages_are_current"
 PARTS = "tests/config/test_parts.py::test_every_part_is_listed_and_whole"
 FACTS = (
     "tests/config/test_engines.py"
-    "::test_every_setting_that_only_some_engines_read_is_read_by_a_shipped_one"
+    "::test_every_shipped_engine_has_facts_and_every_engines_setting_a_reader"
 )
 RESUMED = (
     "tests/config/test_config_resuming.py::test_every_key_is_known_to_be_fixed_or_free_on_resume"
@@ -154,10 +154,15 @@ SETTING = '\n    def setting(self, c):\n        return ""\n'
 ENGINE_FACTS = '''"""Facts."""
 
 from rlcore.engine_facts import EngineFacts
+from rlcore.spec import Fixed, Spec, setting
+
+
+class MySpec(Spec):
+    mine: int = setting(1, "x")
 
 
 class MyFacts(EngineFacts):
-    reads = frozenset({"mine"})
+    settings = MySpec
 '''
 VERB = '        Verb("mine", "another command", ("rlcore mine",), settings=False),\n'
 HANDLER = "\n\ndef _mine(given):\n    from rlcore.commands.mine import mine\n\n    return mine()\n"
@@ -267,13 +272,22 @@ def contributions() -> dict[str, list[Piece]]:
                 "its line on the page", "docs/metrics.md", _generated, CURRENT, "run python docs"
             ),
         ],
-        "rollout engine": stub(
-            "RolloutEngine",
-            interfaces,
-            "rlcore/rollout/engines/mine.py",
-            _entry("ENGINES", '"mine": "rlcore.rollout.engines.mine:MyRolloutEngine"'),
-            "step",
-        ),
+        "rollout engine": [
+            *stub(
+                "RolloutEngine",
+                interfaces,
+                "rlcore/rollout/engines/mine.py",
+                _entry("ENGINES", '"mine": "rlcore.rollout.engines.mine:MyRolloutEngine"'),
+                "step",
+            ),
+            Piece(
+                "the line of its facts",
+                "rlcore/rollout/specs.py",
+                _entry("ENGINE_FACTS", '"mine": "rlcore.engine_facts:EngineFacts"'),
+                FACTS,
+                "mine",
+            ),
+        ],
         "learner engine with a setting": [
             *stub(
                 "TrainEngine",
@@ -282,7 +296,13 @@ def contributions() -> dict[str, list[Piece]]:
                 _entry("ENGINES", '"mine": "rlcore.learner.engines.mine:MyTrainEngine"'),
                 "grad_norm",
             ),
-            Piece("the facts", "rlcore/learner/engines/mine_facts.py", end(ENGINE_FACTS), "", ""),
+            Piece(
+                "the facts, with its setting",
+                "rlcore/learner/engines/mine_facts.py",
+                end(ENGINE_FACTS),
+                "",
+                "",
+            ),
             Piece(
                 "the line of its facts",
                 "rlcore/learner/specs.py",
@@ -291,31 +311,11 @@ def contributions() -> dict[str, list[Piece]]:
                 "mine",
             ),
             Piece(
-                "its setting",
-                "rlcore/learner/specs.py",
-                after(
-                    '    engine: str = setting("deepspeed", "training engine, or file.py:Class")\n',
-                    '    mine: int = setting(1, "x")\n',
-                ),
-                FACTS,
-                "mine",
-            ),
-            Piece(
-                "its setting among those of engines",
-                "rlcore/learner/specs.py",
-                after(
-                    "    engine_settings: ClassVar[Mapping[str, bool]] = {\n",
-                    '        "mine": True,\n',
-                ),
-                FACTS,
-                "mine",
-            ),
-            Piece(
-                "why a resumed run keeps it",
-                "rlcore/learner/specs.py",
-                after('        "engine": Fixed.WEIGHTS,\n', '        "mine": Fixed.WEIGHTS,\n'),
+                "why a resumed run keeps its setting",
+                "rlcore/learner/engines/mine_facts.py",
+                after("class MySpec(Spec):\n", '    fixed = {"mine": Fixed.WEIGHTS}\n'),
                 RESUMED,
-                "learner.mine: name it in",
+                "learner.engine_args.mine: name it in",
             ),
         ],
         "learner part": [

@@ -13,6 +13,7 @@ from rlcore.config.compose import load
 from rlcore.corrections.functional import tis
 from rlcore.corrections.numerics import OneRank
 from rlcore.corrections.pipeline import build
+from rlcore.errors import UserError
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.tasks import make_task
 from rlcore.types import StepTensors
@@ -31,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_page_is_read():
-    assert list(FILES) == ["graders.py", "tasks.py", "corrections.py"]
+    assert list(FILES) == ["graders.py", "tasks.py", "stages.py", "corrections.py"]
     assert [words[1] for words in COMMANDS] == ["try", "try", "train", "train"]
 
 
@@ -56,6 +57,20 @@ def test_the_tasks_splits_share_no_problem():
         {task.item(split, i).question for i in range(200)} for split in ("train", "heldout")
     )
     assert not train & held_out and task.item("train", 7) == task.item("train", 7)
+
+
+def test_the_engines_own_setting_divides_layers(tmp_path):
+    (tmp_path / "engine.py").write_text(f"""{FILES["stages.py"]}
+from rlcore.learner.protocols import TrainEngine
+
+Stages = type("Stages", (TrainEngine,), dict.fromkeys(TrainEngine.__abstractmethods__, print))
+Stages.facts = StagesFacts
+""")
+    words = ["experiment=quickstart", "run_dir=r", "learner.step_bound=null", "learner.ranks=2"]
+    words += ["learner.engine=engine.py:Stages", "learner.engine_args.stages=2"]
+    assert load(words).learner.shares == 1
+    with pytest.raises(UserError, match=r"learner\.engine_args\.stages=2 divides the layers"):
+        load([*words, "learner.lora={rank: 4}"])
 
 
 def test_the_correction_weighs_by_a_power_of_the_ratio():

@@ -32,10 +32,10 @@ from rlcore.advisor.kinds_advice import (
 from rlcore.advisor.plan import expected
 from rlcore.cluster.specs import RaySpec
 from rlcore.commands.about import ABOUT, GpuMachine, lacking, run_kernels, this_machine
+from rlcore.commands.derived import course_of
 from rlcore.commands.preflight import prepare
 from rlcore.commands.train import train
 from rlcore.commands.warm_up import fresh_model
-from rlcore.commands.watch import course_of
 from rlcore.config.compose import load
 from rlcore.config.schema import CorrectionList, RunConfig
 from rlcore.corrections.decisions import regimes_of, typical_n_star

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.commands.watch import course_of
+from rlcore.commands.derived import course_of
 from rlcore.config.schema import RunConfig
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import run_rows

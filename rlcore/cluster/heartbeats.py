@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayScorer
 from rlcore.cluster.clients.scorer import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.ray_cluster import head_answers
-from rlcore.cluster.teacher import RayTeacher
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.loop.role_protocols import RoleWatch
 from rlcore.loop.specs import SupervisionSpec
+
+if TYPE_CHECKING:
+    from rlcore.cluster.teacher_engines import RayTeacher
 
 HEAD_MISSES = 2  # unanswered heartbeats in a row after which Ray's head counts as lost
 RESTARTS = 2  # restarts of the graders' process in a row

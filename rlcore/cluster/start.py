@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.journal import ShardFiles
@@ -34,7 +34,6 @@ from rlcore.cluster.placement import (
 )
 from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.cluster.specs import Hosting, joined_address
-from rlcore.cluster.teacher import THREADS, RayTeacher, TeacherActor, TeacherOutlet
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
@@ -43,6 +42,9 @@ from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import TextSettings
 from rlcore.tasks.graders import GraderPool
 from rlcore.types import POLICY
+
+if TYPE_CHECKING:
+    from rlcore.cluster.teacher_engines import TeacherOutlet
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's variables, the newer first
 
@@ -150,24 +152,6 @@ def _spawn_ranks(
     handle = None if buffer is None else buffer.handle
     options = [{} if places is None else places.of_rank(i) for i in range(job.learner.ranks)]
     return [actor.options(**placed).remote(handle, hosting, name) for placed in options]
-
-
-def start_teacher(hosting: Hosting, engine: EngineJob, note: Callable[[str], None]) -> RayTeacher:
-    """The engines of a teacher. Ray restarts each under the same handle, and repeats once a call
-    that it did not answer, so that a record which ends two processes is scored by none."""
-    spec = engine.actor
-    actor = actor_class(
-        TeacherActor,
-        num_cpus=spec.num_cpus,
-        num_gpus=spec.num_gpus * spec.tensor_parallel,
-        resources=bound_to(ACTOR_RESOURCE, own_nodes=hosting.own_nodes),
-        max_restarts=hosting.supervision.max_restarts,
-        max_task_retries=1,
-        concurrency_groups=THREADS,
-    )
-    handles = [actor.remote(replace(engine, actor_id=f"teacher-{i}")) for i in range(spec.count)]
-    started = [handle.start.remote() for handle in handles]
-    return RayTeacher(handles, started, hosting.supervision, note)
 
 
 def rollout_spawner(

@@ -17,7 +17,9 @@ from rlcore.errors import UserError
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
 from rlcore.loop.targets import PageRange
-from rlcore.objectives.specs import loss_class
+from rlcore.metrics.health import Health
+from rlcore.metrics.rules.base import Course
+from rlcore.objectives.specs import advantage_class, loss_class
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.text import StopStrings
 from rlcore.spare_cores import asked_cores
@@ -356,3 +358,19 @@ def steps_in_flight(config: RunConfig) -> str:
         f"{old}; steps are shortened or held where these would lead answers further than "
         f"{bound:g} nats from the policy (learner.step_bound)"
     )
+
+
+def course_of(config: RunConfig) -> Course:
+    """Return the part of the run's schedule that warnings depend on."""
+    bound = StalenessBound.of(config.schedule)
+    return Course(
+        staleness_bound=bound.cap,
+        takes_turns=bound.synchronous,
+        compares_groups=advantage_class(config.algorithm.advantage).compares_group,
+        lr=config.learner.lr,
+    )
+
+
+def health_of(config: RunConfig) -> Health:
+    """The judge of a run's rows, by its own bounds."""
+    return Health(config.logging.warnings, course_of(config))

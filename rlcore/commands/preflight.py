@@ -46,9 +46,7 @@ from rlcore.rollout.specs import RolloutSpec
 from rlcore.rooms import from_room
 from rlcore.spec import refuse
 from rlcore.tasks import make_task, remarks_of, tasks_with_tokens
-from rlcore.tasks.rewards.requests import api_key
 from rlcore.tasks.rewards.specs import LeanSpec
-from rlcore.tasks.rewards.weighted import own_reward
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import Message
 
@@ -66,8 +64,12 @@ def check_rewards(config: RunConfig) -> None:
     """
     for key, reward in rewards(config):
         if reward.endpoint is not None:
+            from rlcore.tasks.rewards.requests import api_key
+
             api_key(key, reward.endpoint)
         if reward.own is not None:
+            from rlcore.tasks.rewards.weighted import own_reward
+
             own_reward(key, reward.own).close()
         if reward.classifier is not None:
             folder = Path(reward.classifier.path)
@@ -90,6 +92,8 @@ def ask_lean_servers(config: RunConfig) -> None:
 
 
 def _ask(key: str, spec: LeanSpec) -> None:
+    from rlcore.tasks.rewards.requests import api_key
+
     secret = api_key(key, spec)
     request = urllib.request.Request(f"{spec.url.rstrip('/')}/health")
     if secret:

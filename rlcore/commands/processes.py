@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.admission import MIB, ByteLimit, StalenessBound
@@ -24,10 +24,8 @@ from rlcore.cluster.start import (
     start_buffer,
     start_learners,
     start_scorer,
-    start_teacher,
     wait_started,
 )
-from rlcore.cluster.teacher import RayTeacher, TeacherOutlet
 from rlcore.commands import derived
 from rlcore.commands.about import run_kernels
 from rlcore.commands.model_checks import longest_record
@@ -45,6 +43,9 @@ from rlcore.rollout.text import TextSettings
 from rlcore.tasks import tasks_with_tokens
 from rlcore.types import POLICY, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
+
+if TYPE_CHECKING:
+    from rlcore.cluster.teacher_engines import RayTeacher, TeacherOutlet
 
 MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too
 # Transports by which engines receive weights by themselves
@@ -129,7 +130,9 @@ class Session:
             if with_learner:  # else nothing watches them
                 self.beside = RayNodeScorers(self._hosting, *graders, note)
             if with_learner and config.teacher.kind == "engine":
-                self.teacher = start_teacher(self._hosting, teacher_job(config), note)
+                from rlcore.cluster.teacher_engines import start_engines
+
+                self.teacher = start_engines(self._hosting, teacher_job(config), note)
             self.fleet = self._start_fleet(self.scorer, model_path)
         if self._places is not None and config.schedule.colocated:
             # ranks have memory once the engines on their GPUs sleep
@@ -185,6 +188,8 @@ class Session:
     def _teacher_outlet(self) -> TeacherOutlet | None:
         if self.teacher is None:
             return None
+        from rlcore.cluster.teacher_engines import TeacherOutlet
+
         return TeacherOutlet(self.teacher.handles, self._config.teacher.engine.timeout_s)
 
     def _actors(self) -> list[RayRolloutActor]:

@@ -20,6 +20,7 @@ from rlcore.cluster.specs import joined_address
 from rlcore.commands import derived
 from rlcore.commands.about import kernel_news, limit_facts, note_in_about, run_kernels, write_about
 from rlcore.commands.collapsed import go_back, slowed
+from rlcore.commands.derived import health_of
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
 from rlcore.commands.preflight import (
@@ -33,7 +34,6 @@ from rlcore.commands.preflight import (
 from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.warm_up import starting_model, with_drafts
-from rlcore.commands.watch import health_of
 from rlcore.config.compose import check_resume, other_threads, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.unread import unread

@@ -9,17 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from rlcore.buffer.admission import StalenessBound
+from rlcore.commands.derived import health_of
 from rlcore.config.schema import RunConfig
 from rlcore.metrics.console import LOGGED, ConsoleSink, wide_console
 from rlcore.metrics.digest import duration
-from rlcore.metrics.health import Health
 from rlcore.metrics.log import NAME, read_log, shown
 from rlcore.metrics.rows import RowTail
-from rlcore.metrics.rules.base import Course
 from rlcore.metrics.run_folder import records
 from rlcore.metrics.sinks import FINAL, age_s, read_status
-from rlcore.objectives.specs import advantage_class
 
 POLL_S = 1.0
 
@@ -49,22 +46,6 @@ def watch(
     finally:
         view.sink.close()
     return 1 if view.phase == "failed" else 0
-
-
-def course_of(config: RunConfig) -> Course:
-    """Return the part of the run's schedule that warnings depend on."""
-    bound = StalenessBound.of(config.schedule)
-    return Course(
-        staleness_bound=bound.cap,
-        takes_turns=bound.synchronous,
-        compares_groups=advantage_class(config.algorithm.advantage).compares_group,
-        lr=config.learner.lr,
-    )
-
-
-def health_of(config: RunConfig) -> Health:
-    """The judge of a run's rows, by its own bounds."""
-    return Health(config.logging.warnings, course_of(config))
 
 
 def watch_log(

@@ -25,8 +25,10 @@ def absolute(node: Any) -> Any:
         shadow = absolute(node.shadow)
         return node.model_copy(update={"entries": tuple(entries), SHADOW: shadow})
     if isinstance(node, Spec):
-        names = type(node).model_fields
-        return node.model_copy(update={name: _setting(node, name) for name in names})
+        update = {name: _setting(node, name) for name in type(node).model_fields}
+        for name, own in node.own_sections("").items():
+            update[name] = absolute(own).model_dump(mode="json", include=set(update[name]))
+        return node.model_copy(update=update)
     return _each(absolute, node)
 
 

@@ -40,7 +40,7 @@ def specifications(node: Any, key: str = "") -> Iterator[tuple[str, Spec]]:
         shadows = ((f"{SHADOW}.{i}", one) for i, one in enumerate(node.shadow))
         inside: Iterable[tuple[str, Any]] = (*node.chosen().items(), *shadows)
     elif isinstance(node, Spec):
-        inside = iter(node)
+        inside = (*node, *node.own_sections(key).items())
     elif isinstance(node, dict):
         inside = node.items()
     else:

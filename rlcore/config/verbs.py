@@ -102,7 +102,7 @@ EPISODES = (
 PICTURE = Key("picture", "draw it into this SVG file", "file")
 THREE_WORDS = (
     Key("data", "your rows: a file, a folder, or a fetched OWNER/NAME"),
-    Key("reward", "FILE.py:FUNCTION or MODULE:FUNCTION that scores, or a task such as gsm8k"),
+    Key("reward", "FILE.py:FUNCTION or MODULE:FUNCTION that scores, or a task (gsm8k)"),
 )
 _FORECAST_OF_DRY_RUN = tuple(
     Key(k.name, k.meaning, k.kind, k.default, k.choices, needs="dry_run") for k in FORECAST

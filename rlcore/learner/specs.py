@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
@@ -14,7 +14,7 @@ from rlcore.learner.engines.deepspeed_specs import DeepSpeedSpec
 from rlcore.learner.optimizer_specs import OptimizerSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
-from rlcore.spec import Fixed, Spec, Unread, refuse, setting
+from rlcore.spec import Fixed, Spec, Unread, parsed, refuse, setting
 from rlcore.types import SamplingSpec
 from rlcore.weights.specs import RoundingSpec
 
@@ -140,6 +140,9 @@ class LearnerSpec(OptimizerSpec, DeepSpeedSpec):
     fixed_presence: ClassVar[Mapping[str, str]] = {"draft": Fixed.WEIGHTS}
 
     engine: str = setting("deepspeed", "training engine, or file.py:Class", names="code")
+    engine_args: dict[str, Any] = setting(
+        default_factory=dict, meaning="the engine's own settings, which its facts declare"
+    )
     ranks: int = setting(1, "processes that train, a GPU each", gt=0)
     num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
     max_threads: Literal["auto"] | int | None = setting(
@@ -241,6 +244,12 @@ class LearnerSpec(OptimizerSpec, DeepSpeedSpec):
     def facts(self) -> type[EngineFacts]:
         """Facts of the engine. Raises UserError for a user's own that cannot be loaded."""
         return facts_of(ENGINE_FACTS, ENGINES, self.engine, "learner.engine")
+
+    def own_sections(self, key: str = "learner") -> Mapping[str, Spec]:
+        """The engine's own settings, as its facts declare them: `own_sections()["engine_args"]`."""
+        owner = f"{key}.engine={self.engine}"
+        own = parsed(self.facts.settings, self.engine_args, f"{key}.engine_args", owner)
+        return {} if own is None else {"engine_args": own}
 
     @property
     def shortcuts(self) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rlcore.commands.derived import health_of
 from rlcore.commands.owner import own
-from rlcore.commands.watch import health_of
 from rlcore.config.compose import load, recorded
 from rlcore.errors import UserError
 from rlcore.metrics.console import wide_console

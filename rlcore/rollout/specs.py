@@ -11,7 +11,7 @@ from rlcore.engine_facts import EngineFacts, facts_of
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.registry import load_object, resolve
-from rlcore.spec import Fixed, Spec, Unread, refuse, setting
+from rlcore.spec import Fixed, Spec, Unread, parsed, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import BLOCK_FORMATS, ActivationRounding, Rounding, RoundingSpec
@@ -143,6 +143,9 @@ class ActorSpec(RoundingSpec):
     engine: str = setting(
         "vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion", names="code"
     )
+    engine_args: dict[str, Any] = setting(
+        default_factory=dict, meaning="the engine's own settings, which its facts declare"
+    )
     count: int = setting(1, "engines of this kind", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
@@ -210,6 +213,12 @@ class ActorSpec(RoundingSpec):
         """Facts of the engine. `key`: of this section, such as actor.bf16. Raises UserError for a
         user's own engine that cannot be loaded."""
         return facts_of(ENGINE_FACTS, ENGINES, self.engine, f"{key}.engine")
+
+    def own_sections(self, key: str) -> Mapping[str, Spec]:
+        """The engine's own settings, as its facts declare them, as "engine_args"."""
+        owner = f"{key}.engine={self.engine}"
+        own = parsed(self.facts(key).settings, self.engine_args, f"{key}.engine_args", owner)
+        return {} if own is None else {"engine_args": own}
 
     @property
     def eager(self) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlcore.tasks import parse_prompt_id
-from rlcore.tasks.rewards.weighted import WeightedScorer, make_scorer
 from rlcore.tasks.scoring import Scored, Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.types import Answer
+
+if TYPE_CHECKING:
+    from rlcore.tasks.rewards.weighted import WeightedScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,22 @@ class GraderPool:
     grading: GradingSpec
     # config keys of tasks by label, for the sentences of their rewards
     keys: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_scorer(
+    tasks: Mapping[str, EvalTaskSpec],
+    grading: GradingSpec,
+    *,
+    on_scored: Callable[[Scored], None],
+    note: Callable[[str], None],
+    keys: Mapping[str, str] | None = None,
+) -> Scorer | WeightedScorer:
+    """The scorer that the tasks need."""
+    if any(task.weighed for task in tasks.values()):
+        from rlcore.tasks.rewards.weighted import WeightedScorer
+
+        return WeightedScorer(tasks, grading, on_scored=on_scored, note=note, keys=keys)
+    return Scorer(tasks, grading, on_scored=on_scored)
 
 
 class Graders:

@@ -18,7 +18,7 @@ from rlcore.cluster.clients import RayRolloutActor
 from rlcore.cluster.clients.rollout import PendingReply
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.specs import Hosting, RaySpec
-from rlcore.cluster.teacher import TeacherActor, TeacherOutlet
+from rlcore.cluster.teacher_engines import TeacherActor, TeacherOutlet, start_engines
 from rlcore.errors import UserError
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
@@ -262,7 +262,7 @@ def test_a_teacher_s_engine_that_dies_or_stops_is_replaced_and_scores_again(monk
     notes = []
     job = EngineJob(ActorSpec(), "teacher", "", max_len=8, logprobs_k=1)
     hang_s = deadline(3)
-    teacher = start.start_teacher(make_hosting(hang_s), job, notes.append)
+    teacher = start_engines(make_hosting(hang_s), job, notes.append)
     ask = TeacherOutlet(teacher.handles, 1.0)
 
     def scored():

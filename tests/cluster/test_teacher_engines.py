@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
-from rlcore.cluster import teacher as module
-from rlcore.cluster.teacher import CHUNK, RayTeacher, TeacherActor, TeacherOutlet, TeacherState
+from rlcore.cluster import teacher_engines as module
+from rlcore.cluster.teacher_engines import (
+    CHUNK,
+    RayTeacher,
+    TeacherActor,
+    TeacherOutlet,
+    TeacherState,
+)
 from rlcore.errors import RoleLost
 from rlcore.loop.specs import SupervisionSpec
 from rlcore.testing.records import make_trajectory

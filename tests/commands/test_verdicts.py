@@ -7,7 +7,7 @@ import pytest
 from run_rows import ILL, LATER, WELL, rows
 
 from rlcore.cli import main
-from rlcore.commands.watch import health_of
+from rlcore.commands.derived import health_of
 from rlcore.config.compose import load, to_yaml
 from rlcore.metrics.logger import open_logger
 

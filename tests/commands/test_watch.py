@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from rlcore.cli import main
-from rlcore.commands.watch import course_of, watch, watch_log
+from rlcore.commands.derived import course_of
+from rlcore.commands.watch import watch, watch_log
 from rlcore.config.compose import load, to_yaml
 
 STEPS = 9

@@ -7,7 +7,10 @@ from rlcore.config.compose import check_resume, load, other_threads, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import keys, sections
 from rlcore.errors import UserError
+from rlcore.learner import specs as learner
 from rlcore.learner.specs import DraftLearnerSpec
+from rlcore.registry import load_object
+from rlcore.rollout import specs as rollout
 
 # Nothing of these reaches what a checkpoint holds: how rewards are made and graded
 # (docs/rewards.md), what the learner makes of samples, pace, processes, records.
@@ -50,7 +53,7 @@ FREE = {
         "num_cpus num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
         "cpu_fast_path gpu_memory_utilization enforce_eager second_runner async_scheduling "
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale "
-        "price"
+        "price engine_args"
     ),
     "teacher.engine": (
         "count dtype num_cpus num_gpus tensor_parallel max_num_seqs kv_cache_gib "
@@ -87,7 +90,7 @@ FREE = {
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
         "dtype micro_batch_tokens layout share_prefix attention layers fp8 gradient_checkpointing "
         "head_chunk_tokens fp32_head fused_head overlap_comm ref_pass activation_cache_mib port "
-        "offload_while_sampling max_threads train_sparse round_as step_bound"
+        "offload_while_sampling max_threads train_sparse round_as step_bound engine_args"
     ),
     "learner.offload": "optimizer parameters nvme_path pin_memory",
     "learner.lora": "publish",
@@ -113,16 +116,24 @@ def fixed(model=RunConfig, prefix=""):
             yield from fixed(below, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
 
 
+def engines_own():
+    """(section, specification) of the settings that shipped engines declare themselves."""
+    for specs, section in ((learner, "learner"), (rollout, "actor.LABEL")):
+        for where in specs.ENGINE_FACTS.values():
+            if (own := load_object(where).settings) is not None:
+                yield f"{section}.engine_args.", own
+
+
 def test_every_key_is_known_to_be_fixed_or_free_on_resume():
-    kept = list(fixed())
+    kept = [*fixed(), *(key for section, own in engines_own() for key in fixed(own, section))]
+    known = [*keys(), *(key for section, own in engines_own() for key in keys(own, section))]
     free = {f"{section}.{name}".lstrip(".") for section in FREE for name in FREE[section].split()}
-    for key in keys():
+    for key in known:
         sides = [
             any(below(key, pattern) for pattern in kept),
             key in free or any(below(key, section) for section in FREE_SECTIONS),
         ]
         assert sum(sides) == 1, f"{key}: name it in `fixed` of its specification or in FREE here"
-    known = list(keys())
     assert free <= {*known}, sorted(free - {*known})
     for pattern in (*kept, *FREE_SECTIONS):
         assert any(below(key, pattern) for key in known), f"{pattern} is no key any more"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlcore.cluster.recordings import Recorder, folder_of, read_recording
 from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded
 from rlcore.learner.sequences import ScoredSequence
@@ -26,6 +25,7 @@ from rlcore.types import POLICY, Group, WeightManifest
 from rlcore.weights.sending import Receivers, Sending
 
 if TYPE_CHECKING:
+    from rlcore.cluster.recordings import Recorder
     from rlcore.weights.group import GroupSender
 
 Job = Callable[[], object]
@@ -141,6 +141,8 @@ class LearnerActor:
         spec = self._hosting.recorder
         first_of_share = place.rank % job.learner.parts == 0
         if spec and spec.steps and first_of_share:
+            from rlcore.cluster.recordings import Recorder
+
             self._recorder = Recorder(
                 self._hosting.run_dir,
                 self._share,
@@ -185,6 +187,8 @@ class LearnerActor:
     def fetch_recorded(self, batches: dict[int, int], run_dir: str) -> None:
         """Take this rank's shares of batches from a run's recordings (step -> the step that its
         batch was recorded at). Raises RecordingError."""
+        from rlcore.cluster.recordings import folder_of, read_recording
+
         for step, recorded in batches.items():
             stored = read_recording(folder_of(run_dir, recorded) / f"{self._share}.bin")
             self._fetched[step] = [load_group(group) for group in stored]

@@ -23,7 +23,7 @@ from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 if TYPE_CHECKING:
-    from rlcore.cluster.teacher import TeacherOutlet
+    from rlcore.cluster.teacher_engines import TeacherOutlet
     from rlcore.environments.player import Players
 
 T = TypeVar("T")

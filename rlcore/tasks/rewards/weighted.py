@@ -229,20 +229,6 @@ class WeightedScorer:
             self._state.notify_all()
 
 
-def make_scorer(
-    tasks: Mapping[str, EvalTaskSpec],
-    grading: GradingSpec,
-    *,
-    on_scored: Callable[[Scored], None],
-    note: Note,
-    keys: Mapping[str, str] | None = None,
-) -> Scorer | WeightedScorer:
-    """The scorer that the tasks need."""
-    if any(task.weighed for task in tasks.values()):
-        return WeightedScorer(tasks, grading, on_scored=on_scored, note=note, keys=keys)
-    return Scorer(tasks, grading, on_scored=on_scored)
-
-
 def make_reward(key: str, spec: RewardSpec, requests: RequestThread, note: Note) -> Reward:
     """One reward, started. `key`: the config key of its settings. Raises UserError."""
     if spec.own is not None:

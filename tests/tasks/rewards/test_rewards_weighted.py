@@ -12,8 +12,9 @@ from timing import deadline
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.tasks import make_task
+from rlcore.tasks.graders import make_scorer
 from rlcore.tasks.rewards.protocols import Reward, RewardVerdict
-from rlcore.tasks.rewards.weighted import WeightedScorer, make_scorer, total
+from rlcore.tasks.rewards.weighted import WeightedScorer, total
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.testing.records import make_answer

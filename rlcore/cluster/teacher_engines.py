@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from rlcore.cluster.calls import DEAD, kill
+from rlcore.cluster.placement import actor_class, bound_to
 from rlcore.errors import RoleLost
 from rlcore.interfaces import GivenTokens, TeacherAnswer
+from rlcore.launch.specs import ACTOR_RESOURCE
 from rlcore.loop.specs import SILENT_S
 from rlcore.types import TEACHER, TEACHER_S, Trajectory
 
 if TYPE_CHECKING:
+    from rlcore.cluster.specs import Hosting
     from rlcore.loop.specs import SupervisionSpec
     from rlcore.rollout.specs import EngineJob
 
@@ -214,3 +217,21 @@ def _numbers(answer: TeacherAnswer) -> bool:
 def _chunks(records: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:
     for start in range(0, len(records), CHUNK):
         yield records[start : start + CHUNK]
+
+
+def start_engines(hosting: Hosting, job: EngineJob, note: Callable[[str], None]) -> RayTeacher:
+    """The engines of a teacher. Ray restarts each under the same handle, and repeats once a call
+    that it did not answer, so that a record which ends two processes is scored by none."""
+    spec = job.actor
+    actor = actor_class(
+        TeacherActor,
+        num_cpus=spec.num_cpus,
+        num_gpus=spec.num_gpus * spec.tensor_parallel,
+        resources=bound_to(ACTOR_RESOURCE, own_nodes=hosting.own_nodes),
+        max_restarts=hosting.supervision.max_restarts,
+        max_task_retries=1,
+        concurrency_groups=THREADS,
+    )
+    handles = [actor.remote(replace(job, actor_id=f"teacher-{i}")) for i in range(spec.count)]
+    started = [handle.start.remote() for handle in handles]
+    return RayTeacher(handles, started, hosting.supervision, note)
