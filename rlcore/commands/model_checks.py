@@ -57,17 +57,21 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
             )
         path = actor.draft_path or config.model.path or "the fresh model"
         _check_heads(f"actor.{label}", model, actor, path)
-        check_recurrent(model, actor, key=f"actor.{label}", path=path)
+        lora = config.learner.lora
+        adapter = lora is not None and lora.publish == "adapter"
+        check_recurrent(model, actor, key=f"actor.{label}", path=path, adapter=adapter)
         if (proposing := actor.speculate) is not None:
             key, what = f"actor.{label}.speculate.path", "tokens that it proposes"
             proposer = _compatible(config, key, proposing.path, size, tokenizer, what)
             check_width(proposer, actor, key=f"actor.{label}", path=proposing.path)
+            check_recurrent(proposer, actor, key=f"actor.{label}", path=proposing.path)
     for part in PARTS:
         held = {own.folder: own for own in part.engines(config)}
         for key, path in part.models(config).items():
             model = _compatible(config, key, path, size, tokenizer, "distances to it")
             if path in held:
                 _check_heads(held[path].key, model, held[path].spec, path)
+                check_recurrent(model, held[path].spec, key=held[path].key, path=path)
     plain = evaluation_actor(config)
     if plain is not None:
         key = f"evaluation.dense_actor, as actor.{next(iter(config.actor))}"

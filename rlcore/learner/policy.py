@@ -134,6 +134,10 @@ def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:
         raise UserError(f"model.path={path} is not supported: its LM head has {odd[0]}.")
 
 
+# families whose masks transformers makes without positions: packed sequences would attend to others
+_WITHOUT_POSITIONS = ("granitemoehybrid",)
+
+
 def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
     """How sparse attention reads a micro-batch: several right-padded rows, or one of packed
     sequences."""
@@ -237,6 +241,9 @@ class Policy(nn.Module):
         if self.shards is not None and mb.input_ids.shape[0] == 1:
             # transformers would make it of the positions that this rank has
             return {"whole_mask": _packed_mask(mb.position_ids[0], mb.starts)}
+        kind = self.lm.config.model_type  # type: ignore[union-attr]
+        if kind in _WITHOUT_POSITIONS and mb.input_ids.shape[0] == 1:
+            return {"attention_mask": _packed_mask(mb.position_ids[0], mb.starts)}
         return {}
 
     def forward(

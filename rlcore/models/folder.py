@@ -35,15 +35,17 @@ def is_masked(config: Mapping[str, Any]) -> bool:
 # kinds of layers with a state that runs along the sequence, as configurations name them
 _RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "_block_types")
-# keys that only state-space layers have, where no list names the layers
-_STATE_SPACE = ("mamba_d_state", "ssm_state_size", "state_size", "lru_width")
+# keys that only configurations with such layers have, where no list names the layers: state-space
+# models, LFM2's first form, RWKV, xLSTM
+_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "lru_width")
+_STATES += ("full_attn_idxs", "rescale_every", "chunkwise_kernel")
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a model with recurrent layers: linear attention,
     state-space models, short convolutions."""
     kinds = {kind for name in _LAYER_LISTS for kind in config.get(name) or ()}
-    return bool(kinds & {*_RECURRENT}) or any(config.get(key) for key in _STATE_SPACE)
+    return bool(kinds & {*_RECURRENT}) or any(config.get(key) for key in _STATES)
 
 
 def register_architecture(model_path: str | Path) -> None:

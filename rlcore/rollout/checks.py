@@ -19,13 +19,15 @@ def check_model(job: EngineJob) -> None:
     """Raise UserError if the job's model cannot serve its episodes, ranks or policy."""
     config = read_config(job.model_path)
     check_length(config, job.max_len)
-    check_recurrent(config, job.actor, key=job.key, path=job.model_path)
+    adapter = job.adapter is not None
+    check_recurrent(config, job.actor, key=job.key, path=job.model_path, adapter=adapter)
     check_width(config, job.actor, key=job.key, path=job.model_path)
     check_vocabulary(job.model_path, job.policy_path)
     if (proposing := job.actor.speculate) is not None:
         key, other = f"{job.key}.speculate.path", read_config(proposing.path)
         check_length(other, job.max_len, whose=f"{key}={proposing.path}")
         check_width(other, job.actor, key=job.key, path=proposing.path)
+        check_recurrent(other, job.actor, key=job.key, path=proposing.path)
         check_vocabulary(proposing.path, job.model_path, key=key)
     if job.actor.tensor_parallel > 1:
         check_heads(attention_heads(config), job.actor.tensor_parallel, key=job.key)
@@ -45,21 +47,27 @@ WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
 
 
 def check_recurrent(
-    config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
+    config: Mapping[str, Any],
+    actor: ActorSpec,
+    *,
+    key: str,
+    path: str | Path,
+    adapter: bool = False,
 ) -> None:
     """Raise UserError for recurrent layers with settings, or in a family on a CPU, that were not
     compared, and for a family whose log-probs were found wrong on a CPU."""
     recurrent, kind = is_recurrent(config), str(config.get("model_type"))
     unproven = {
-        f"tensor_parallel={actor.tensor_parallel}: use 1": actor.tensor_parallel > 1,
-        "speculate: remove it": actor.on_cpu and actor.speculate is not None,
-        "fp8_kv_cache=true: use false": actor.on_cpu and actor.fp8_kv_cache,
+        f"{key}.tensor_parallel={actor.tensor_parallel}": ("use 1", actor.tensor_parallel > 1),
+        f"{key}.speculate": ("remove it", actor.on_cpu and actor.speculate is not None),
+        f"{key}.fp8_kv_cache=true": ("use false", actor.on_cpu and actor.fp8_kv_cache),
+        "learner.lora.publish=adapter": ("use merged", actor.on_cpu and adapter),
     }
-    if recurrent and (found := [what for what, given in unproven.items() if given]):
-        setting, _, remedy = found[0].partition(": ")
-        raise UserError(
-            f"{key}.{setting} is not proven with recurrent layers, which {path} has: {remedy}."
-        )
+    for setting, (remedy, given) in unproven.items():
+        if recurrent and given:
+            raise UserError(
+                f"{setting} is not proven with recurrent layers, which {path} has: {remedy}."
+            )
     if actor.engine != "vllm" or not actor.on_cpu:
         return
     if kind in WRONG_ON_CPU:

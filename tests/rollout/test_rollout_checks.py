@@ -68,6 +68,10 @@ def test_a_factor_that_engines_do_not_read_is_refused():
         ({"model_type": "bamba", "layer_types": ["mamba", "attention"]}, "since 0.23"),
         ({"model_type": "jamba", "mamba_d_state": 16}, "selective_scan_fwd"),
         ({"model_type": "another", "mamba_d_state": 16}, "not compared with transformers"),
+        ({"model_type": "mamba2", "state_size": 16}, "not compared.*all attend, or one of falcon"),
+        ({"model_type": "minimax", "layer_types": ["linear_attention"]}, "not compared"),
+        ({"model_type": "rwkv", "rescale_every": 6}, "not compared"),
+        ({"model_type": "xlstm", "chunkwise_kernel": "chunkwise--native_autograd"}, "not compared"),
     ],
 )
 def test_recurrent_layers_in_an_engine_on_a_cpu(config, why):
@@ -77,6 +81,36 @@ def test_recurrent_layers_in_an_engine_on_a_cpu(config, why):
     check_recurrent(config, ActorSpec(num_gpus=1), key="a.b", path="M")
     with pytest.raises(UserError, match=r"a\.b\.tensor_parallel=2 is not proven with recurrent"):
         check_recurrent(config, ActorSpec(num_gpus=1, tensor_parallel=2), key="a.b", path="M")
+
+
+HYBRIDS = (
+    {"model_type": "lfm2", "full_attn_idxs": [2]},
+    {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]},
+)
+
+
+@pytest.mark.parametrize("config", HYBRIDS)
+def test_families_with_recurrent_layers_that_an_engine_on_a_cpu_serves(config):
+    check_recurrent(config, ActorSpec(), key="a.b", path="M")
+
+
+@pytest.mark.parametrize(
+    ("actor", "setting"),
+    [
+        ({"speculate": {"path": "D"}}, "speculate is not proven .* M has: remove it"),
+        ({"fp8_kv_cache": True, "num_gpus": 0}, "fp8_kv_cache=true is not .*: use false"),
+    ],
+)
+@pytest.mark.parametrize("config", HYBRIDS)
+def test_settings_that_were_not_compared_with_recurrent_layers(config, actor, setting):
+    with pytest.raises(UserError, match=rf"a\.b\.{setting}"):
+        check_recurrent(config, ActorSpec(**actor), key="a.b", path="M")
+    check_recurrent({"model_type": "llama"}, ActorSpec(**actor), key="a.b", path="M")
+
+
+def test_an_adapter_is_not_published_to_recurrent_layers():
+    with pytest.raises(UserError, match=r"learner\.lora\.publish=adapter .*: use merged"):
+        check_recurrent(HYBRIDS[0], ActorSpec(), key="a.b", path="M", adapter=True)
 
 
 def test_a_family_that_an_engine_on_a_cpu_computes_wrong():

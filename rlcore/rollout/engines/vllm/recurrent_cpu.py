@@ -6,6 +6,7 @@ does without the library of images that vLLM imports for it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ _IMAGES = (
 )
 
 
+@functools.cache
 def install() -> None:
     """Have vLLM's recurrent layers compute right and keep their weights as they were loaded.
 
