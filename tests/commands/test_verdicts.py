@@ -4,7 +4,7 @@ on or at its end, in `rlcore watch`, or on the page. Those that are well raise n
 import re
 
 import pytest
-from run_rows import ILL, LATER, WELL, rows
+from run_rows import ILL, LATER, UNSURE, WELL, rows
 
 from rlcore.cli import main
 from rlcore.commands.derived import health_of
@@ -60,3 +60,12 @@ def test_a_well_run_is_called_so_once_there_is_enough_to_judge(name, steps, tmp_
     said = "Healthy" if steps >= 20 else "Too few steps to judge"
     for place in ("end", "watch", "page"):
         assert said in texts[place]
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_what_keeps_a_run_from_being_called_healthy_is_said_everywhere(name, tmp_path, capsys):
+    extra, lacks = UNSURE[name]
+    texts = shown(tmp_path / "run", rows(20, rise=0.004, **extra), capsys)
+    assert not [place for place, text in texts.items() if "Healthy" in text or "warning: " in text]
+    for place in ("end", "watch", "page"):
+        assert lacks in " ".join(texts[place].split()), texts[place]
