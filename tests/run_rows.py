@@ -37,6 +37,7 @@ def rows(steps, *, failing=0.0, rise=0.01, start=0.2, evals=5, seed=0, **extra):
             "eval/policy_version": step - 1,
             "eval/digits/mean@1": min(1.0, start + rise * step),
             "eval/digits/stderr_mean@1": 0.02,
+            "eval/digits/sampled_failed_share": 0.0,
         }
         found = {
             "step": step,
@@ -90,6 +91,11 @@ ILL = {
     ),
     "gradient 0": (5, {"grad_norm": 0.0}),
     "gradient not finite": (5, {"grad_norm": None}),
+    "gradient not finite in every second step": (5, {"grad_norm": lambda s: [0.3, None][s % 2]}),
+    "gradient 0 in two of three steps": (20, {"grad_norm": lambda s: [0.3, 0.0, 0.0][s % 3]}),
+    "learning rate 0": (5, {"lr": 0.0}),
+    "tokens all masked": (5, {"correction/kept_share": 0.01}),
+    "held-out scores that fail": (20, {"eval/digits/sampled_failed_share": 0.6}),
     "groups of equal rewards": (5, {"reward/equal_share": 1.0, "reward/mean": 0.0}),
     "no spread of rewards": (5, {"reward/std": 0.0, "reward/mean": 0.1}),
     "entropy gone": (5, {"entropy": 0.001}),
@@ -110,6 +116,33 @@ ILL = {
     ),
 }
 LATER = ("no gain in 200 steps",)  # not ill before
+# Runs that raise no alarm and are not called healthy, either, and what the verdict says of them.
+UNSURE = {
+    "rewards vanish": ({"reward/mean": after(10, 0.4, None)}, "no reward/mean"),
+    "rewards in every second step": (
+        {"reward/mean": lambda step: None if step % 2 else 0.3 + 0.004 * step},
+        "no reward/mean in 10 of 20 steps",
+    ),
+    "effective samples vanish": ({"mismatch/ess": after(10, 0.95, None)}, "no mismatch/ess"),
+    "all right before the first step": (
+        {
+            "reward/mean": 1.0,
+            "reward/std": 0.0,
+            "reward/equal_share": 1.0,
+            "grad_norm": 0.0,
+            "eval/digits/mean@1": 1.0,
+        },
+        "no step had a gradient",
+    ),
+    "held-out result ends lower": (
+        {"eval/digits/mean@1": after(10, 0.47, 0.43)},
+        "eval/digits/mean@1 went from 0.47 to 0.43, which may be chance",
+    ),
+    "rewards come down from their best": (
+        {"reward/mean": after(14, 0.6, 0.5)},
+        "reward/mean is down at",
+    ),
+}
 # Runs that are well, in ways that a rule could take for an illness.
 WELL = {
     "learns": {},
@@ -121,13 +154,13 @@ WELL = {
     },
     "coarse actors, a floor from the first step on": {"mismatch/kl_k3": 0.05},
     "solved": {
-        "reward/mean": 1.0,
-        "reward_parts/correct": 1.0,
-        "reward/std": 0.0,
-        "reward/equal_share": 1.0,
-        "grad_norm": 0.0,
-        "entropy": 0.001,
-        "eval/digits/mean@1": 1.0,
+        "reward/mean": after(4, 0.8, 1.0),
+        "reward_parts/correct": after(4, 0.8, 1.0),
+        "reward/std": after(4, 0.4, 0.0),
+        "reward/equal_share": after(4, 0.3, 1.0),
+        "grad_norm": after(4, 0.3, 0.0),
+        "entropy": after(4, 0.3, 0.001),
+        "eval/digits/mean@1": after(4, 0.8, 1.0),
     },
     "answers need no end": {
         "response_length/truncated_share": 1.0,

@@ -8,7 +8,7 @@ apart; with less, the verdict says what was seen.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -63,6 +63,7 @@ RULES: dict[str, Rule] = {
         Flat(),
     )
 }
+MISSING = 0.1  # share of steps that may lack a metric that a rule needs
 ALARM = "health/alarm"  # the metric: rules that speak at a step
 
 
@@ -87,6 +88,7 @@ class Health:
             if getattr(spec, name) != rule.off and rule.concerns(course)
         }
         self._most = max(rule.rows(spec) for rule in self._rules.values()) if self._rules else 1
+        self._needed = {n for r in self._rules.values() if not r.optional for n in r.needs}
         self.speaking: frozenset[str] = frozenset()  # rules that warn of the newest row
         self._begin()
 
@@ -95,6 +97,7 @@ class Health:
         self._past = Past()
         self._rows: deque[Row] = deque(maxlen=max(self._most, self._spec.window))
         self._seen: set[str] = set()  # rules that have had what they need
+        self._missing: Counter[str] = Counter()  # steps without a metric that a rule needs
 
     def add(self, row: Row) -> list[Alarm]:
         """Alarms that this row is the first to cause. A row of the same step as the newest one is
@@ -104,6 +107,7 @@ class Health:
             return [alarm for alarm in self.alarms if alarm.step == step]
         self._rows.append(row)
         self._past.add(row)
+        self._missing.update(name for name in self._needed if row.get(name) is None)
         said = {}
         for name, rule in self._rules.items():
             if self._past.steps < rule.due(self._spec):
@@ -143,8 +147,11 @@ class Health:
         if steps < (most := max(due.values(), default=0)):
             found.append(f"{most} steps are needed")
         for name, rule in self._rules.items():
-            if name not in self._seen and steps >= due.get(name, 0):
+            if steps >= due.get(name, 0):
                 found.append(rule.lacks(self._window(rule)))
+        for name, count in self._missing.items():
+            if MISSING * steps < count < steps and f"no {name}" not in found:
+                found.append(f"no {name} in {count} of {steps} steps")
         return list(dict.fromkeys(text for text in found if text))
 
     def verdict(self) -> RunVerdict:

@@ -55,12 +55,14 @@ class Past:
     best: tuple[float, float, int] | None = None  # mean, variance and number of the best steps
     first: dict[str, HeldOut] = field(default_factory=dict)  # by name
     last: dict[str, HeldOut] = field(default_factory=dict)
+    taught: bool = False  # whether a step had a gradient
     _start: dict[str, list[float]] = field(default_factory=dict)  # of the first RECENT rows
     _rewards: deque[float] = field(default_factory=lambda: deque(maxlen=BEST + RECENT))
 
     def add(self, row: Row) -> None:
         """Take the next row."""
         self.steps += 1
+        self.taught = self.taught or bool(row.get("grad_norm", True))
         if row.get("staleness/max") == 0 and (k3 := row.get("mismatch/kl_k3")) is not None:
             self.floor = k3
         if self.steps <= RECENT:

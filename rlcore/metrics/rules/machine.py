@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 
 from rlcore.metrics.digest import number
 from rlcore.metrics.rules.base import RECENT, Course, Rule, Window
@@ -150,15 +151,28 @@ class FailedScores(Rule):
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         failed = window.gained("ledger/score_errors") + window.gained("ledger/score_timeouts")
         samples = window.gained("buffer/arrived_samples")
-        if not samples or failed / samples <= spec.failed_scores:
+        share = failed / samples if samples else 0.0
+        what = f"{share:.1%} of the scores failed or timed out"
+        for name, value in _heldout_failed(window):
+            if value > max(share, spec.failed_scores):
+                share, what = value, f"{name} is {number(value)}"
+        if share <= spec.failed_scores:
             return None
         return self.sentence(
-            f"{failed / samples:.1%} of the scores failed or timed out",
+            what,
             window,
             spec,
             "the log has the last reason; mend the grader, or raise task.grade_timeout_s or "
             "task.grader_memory_mib",
         )
+
+
+def _heldout_failed(window: Window) -> Iterator[tuple[str, float]]:
+    """Shares of held-out answers whose score failed, by name."""
+    for row in window.rows:
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("_failed_share") and value:
+                yield name, value
 
 
 class Flat(Rule):

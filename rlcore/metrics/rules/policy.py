@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import NamedTuple
 
 from rlcore.corrections.step_bound import LONGEST
 from rlcore.metrics.digest import number
@@ -99,6 +100,15 @@ class EffectiveSamples(Fast):
         )
 
 
+class _Drop(NamedTuple):
+    """Rewards of the best steps and of the newest, with the standard error of the difference."""
+
+    was: float
+    now: float
+    error: float
+    steps: int  # of the best
+
+
 class Fallen(Fast):
     """Rewards below a share of the run's best, and by more than they scatter."""
 
@@ -109,21 +119,35 @@ class Fallen(Fast):
     def due(self, spec: WarningsSpec) -> int:
         return 2 * RECENT
 
-    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+    def lacks(self, window: Window) -> str:
+        """A run is not called healthy, either, while rewards are below its best by more than they
+        scatter."""
+        missing, drop = super().lacks(window), self._drop(window)
+        if missing or drop is None or drop.was - drop.now <= 3 * drop.error:
+            return missing
+        was, now = number(drop.was), number(drop.now)
+        return f"reward/mean is down at {now} from {was}, the run's best {drop.steps} steps"
+
+    def _drop(self, window: Window) -> _Drop | None:
         best, now = window.past.best, window.values("reward/mean")
-        if best is None or len(now) < RECENT or not spec.fallen:
+        if best is None or len(now) < RECENT:
             return None
         was, variance, steps = best
-        mean = statistics.fmean(now)
         error = math.sqrt(variance * (1 / steps + 1 / RECENT))
+        return _Drop(was, statistics.fmean(now), error, steps)
+
+    def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        drop = self._drop(window)
+        if drop is None or not spec.fallen:
+            return None
         # a share of 0 or less says nothing: there the spread of a batch's rewards is the scale
-        size = was if was > 0 else max(-was, window.mean("reward/std") or 0.0)
+        size = drop.was if drop.was > 0 else max(-drop.was, window.mean("reward/std") or 0.0)
         # three errors, since the best of many steps is above their mean by chance
-        if was - mean <= max((1 - spec.fallen) * size, 3 * error):
+        if drop.was - drop.now <= max((1 - spec.fallen) * size, 3 * drop.error):
             return None
         return self.sentence(
-            f"reward/mean has fallen to {number(mean)} from {number(was)}, the run's best "
-            f"{steps} steps",
+            f"reward/mean has fallen to {number(drop.now)} from {number(drop.was)}, the run's best "
+            f"{drop.steps} steps",
             window,
             spec,
             "lower learner.lr, and go on from a checkpoint of before "
@@ -141,9 +165,16 @@ class HeldOutFallen(Rule):
         return 1
 
     def lacks(self, window: Window) -> str:
+        """A result that is lower within its error gives no alarm and no healthy run."""
         past = window.past
-        twice = any(past.last[name].version != first.version for name, first in past.first.items())
-        return "" if twice else "there are no two held-out results to compare"
+        pairs = [(name, first, past.last[name]) for name, first in past.first.items()]
+        if all(first.version == last.version for _, first, last in pairs):
+            return "there are no two held-out results to compare"
+        for name, first, last in pairs:
+            if first.value - last.value > math.hypot(first.error, last.error):
+                was, now = number(first.value), number(last.value)
+                return f"{name} went from {was} to {now}, which may be chance"
+        return ""
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         if not spec.heldout:
@@ -188,19 +219,31 @@ class CutOff(Fast):
         )
 
 
-class NoSignal(Fast):
+class NoSignal(Rule):
     """Steps that teach nothing: all samples of each group have the same reward, or the gradient is
     0 or not finite."""
 
     bound = "no_signal"
-    needs = ("reward/mean",)
+    needs = ("reward/mean", "grad_norm")
     off = 1
     kept = "at most {} of the groups had equal rewards"
 
+    def due(self, spec: WarningsSpec) -> int:
+        return RECENT
+
+    def lacks(self, window: Window) -> str:
+        """A run that never had a gradient has not been tried, also where all answers are right."""
+        return super().lacks(window) or ("" if window.past.taught else "no step had a gradient")
+
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
-        if len(window.rows) < RECENT or window.solved or spec.no_signal == self.off:
+        newest = window.newest(RECENT)
+        if len(newest.rows) < RECENT or newest.solved or spec.no_signal == self.off:
             return None
-        return self._equal(window, spec) or self._gradient(window, spec)
+        return (
+            self._equal(newest, spec)
+            or self._nothing(newest, _absent(newest, 1 - spec.no_signal), spec)
+            or self._nothing(window, _often(window), spec)
+        )
 
     def _equal(self, window: Window, spec: WarningsSpec) -> str | None:
         equal = window.values("reward/equal_share")
@@ -216,20 +259,40 @@ class NoSignal(Fast):
             "in samples/",
         )
 
-    def _gradient(self, window: Window, spec: WarningsSpec) -> str | None:
-        for name in ("grad_norm", "reward/std"):
-            found = [row[name] for row in window.rows if name in row]
-            if len(found) == RECENT and not any(found):
-                break
-        else:
+    def _nothing(self, window: Window, what: str, spec: WarningsSpec) -> str | None:
+        if not what:
             return None
         return self.sentence(
-            f"{name} is {'not finite' if found[-1] is None else '0'}",
+            what,
             window,
             spec,
             "the steps teach nothing; look at samples/ for rewards that are all equal, and at "
             "correction/kept_share for tokens that are all masked",
         )
+
+
+def _absent(window: Window, least: float) -> str:
+    """The quantity without which no step of the window taught, in words; "" none. `least`: of the
+    tokens that stay in the loss."""
+    for name in ("grad_norm", "reward/std", "lr"):
+        found = [row[name] for row in window.rows if name in row]
+        if len(found) == len(window.rows) and not any(found):
+            return f"{name} is {'not finite' if found[-1] is None else '0'}"
+    kept = window.values("correction/kept_share")
+    if len(kept) == len(window.rows) and max(kept) < least:
+        return f"correction/kept_share is {number(kept[-1])}"
+    return ""
+
+
+def _often(window: Window) -> str:
+    """Gradients that are not finite more often than by accident, or mostly 0, in words."""
+    norms = [row["grad_norm"] for row in window.rows if "grad_norm" in row]
+    broken, zero = norms.count(None), norms.count(0.0)
+    if broken >= RECENT:
+        return f"grad_norm is not finite in {broken} of {len(norms)} steps"
+    if len(norms) >= 2 * RECENT and 2 * zero > len(norms):
+        return f"grad_norm is 0 in {zero} of {len(norms)} steps"
+    return ""
 
 
 class EntropyGone(Fast):

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_rows import ILL, LATER, WELL, after, recorded, rows
+from run_rows import ILL, LATER, UNSURE, WELL, after, recorded, rows
 
 from rlcore.metrics.health import Health
 from rlcore.metrics.rules.base import Course, Past, held_out
@@ -92,6 +92,16 @@ def test_no_run_that_is_ill_is_called_healthy(name, steps):
         assert verdict.kind != "well" and "Healthy" not in verdict.line
     if steps >= spoken_at:
         assert verdict.kind == "ill" and verdict.warnings
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_a_run_without_alarm_is_not_called_healthy_while_something_is_missing_or_falls(name):
+    extra, lacks = UNSURE[name]
+    health = Health(WarningsSpec(), ASYNC)
+    health.resume(rows(20, rise=0.004, **extra))
+    verdict = health.verdict()
+    assert verdict.kind == "unsure" and not verdict.warnings
+    assert verdict.said.startswith("Not judged: ") and lacks in verdict.said
 
 
 @pytest.mark.parametrize("name", WELL)
