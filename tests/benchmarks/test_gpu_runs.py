@@ -30,13 +30,16 @@ def of(script):
     return [words for name, words, _ in TABLE if name == script]
 
 
+DRY = ["--work", "x", "--device", "cpu"]
 ARMS = [(words, name) for words in of("learns") for name in learns.options(words).arms.split(",")]
+ARMS += [(DRY, name) for name in ("onpolicy", "centre", "fp8_centre", "draft")]
 RUNS = [
     (words, who)
     for words in of("beside_trl")
     for who in beside_trl.options(words).order.split(",")
     if who != "trl"
 ]
+RUNS += [(DRY, who) for who in ("async", "turns")]
 
 
 @pytest.fixture
