@@ -17,6 +17,7 @@ from rlcore.models.text import encode_prompt
 from rlcore.spare_cores import cores
 
 HELDOUT_SHARE = 0.02
+FEW = 16  # held-out questions, whose accuracy has an error of an eighth
 WHOLE = 50e6  # parameters below which all weights are trained on CPUs
 LIMIT = {"cpu": 192, "gpu": 1024}  # tokens of a trial answer
 PROMPTS = 512  # prompts that are measured
@@ -144,10 +145,10 @@ def choices(facts: Facts) -> Iterator[Choice]:
     yield _store(facts)
     if not facts.has_heldout:
         rows = "" if facts.rows is None else f" of {facts.rows} rows"
-        yield Choice(
-            (f"task.args.heldout_share={HELDOUT_SHARE}",),
-            f"no held-out file: a share{rows}, by the questions' hashes, is never trained on",
-        )
+        why = f"no held-out file: a share{rows}, by the questions' hashes, is never trained on"
+        if facts.rows is not None and (held := HELDOUT_SHARE * facts.rows) < FEW:
+            why += f"; ABOUT {math.ceil(held)} QUESTIONS SHOW NO GAIN: give a larger share"
+        yield Choice((f"task.args.heldout_share={HELDOUT_SHARE}",), why)
     yield Choice(
         ("evaluation.every=10", f"evaluation.prompts={256 if facts.gpus else 64}"),
         "at the start, every ten steps and at the end",

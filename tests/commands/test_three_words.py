@@ -134,6 +134,13 @@ def test_lengths_follow_the_trial_answers():
     assert "NONE LEARNS" in lines and "0 of 8 groups with signal" in lines
 
 
+@pytest.mark.parametrize(("rows", "few"), [(60, True), (799, True), (800, False), (None, False)])
+def test_a_share_of_few_rows_is_said_to_be_too_small(rows, few):
+    reasons = " ".join(choice.reason for choice in choices(facts(rows=rows)))
+    assert ("SHOW NO GAIN" in reasons) == few
+    assert chosen(rows=rows)["task.args.heldout_share"] == "0.02"
+
+
 def test_the_object_store_holds_two_publications():
     found = chosen(parameters=1_700_000_000)
     assert int(found["cluster.object_store_mib"]) * 2**20 > 2 * 1_700_000_000 * 4
