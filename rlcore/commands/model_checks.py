@@ -313,6 +313,11 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
         f"{key} repeats the choices of a mixture of experts, and the model of model.path="
         f"{config.model.path} has one expert for every token: use {key.partition('=')[0]}=false.",
     )
+    refuse(
+        model.get("model_type") != "qwen3_moe",
+        f"{key} is proven with model_type=qwen3_moe, and the model of model.path="
+        f"{config.model.path} has {model.get('model_type')}: use {key.partition('=')[0]}=false.",
+    )
     for label, actor in config.actor.items():
         its = f"actor.{label}"
         refuse(

@@ -35,7 +35,7 @@ def check_model(job: EngineJob) -> None:
 
 # Families with recurrent layers whose engines on a CPU equal transformers (docs/models.md), and why
 # vLLM 0.32 cannot serve others, by model_type
-RECURRENT_ON_CPU = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5_text")
+RECURRENT_ON_CPU = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5_text", "qwen3_next")
 REFUSED_ON_CPU = {
     "jamba": "its build for CPUs lacks the kernel selective_scan_fwd",
     "bamba": "it has no implementation of it since 0.23",

@@ -21,7 +21,7 @@ _SINGLE = re.compile(
 )
 _REPORTED = re.compile(r"\.experts\.(?=(?:w13|w2)_weight$)")
 #: model types whose experts have these names, as config.json gives them
-FAMILIES = ("qwen3_moe",)
+FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "qwen3_next")
 
 
 class EnginePlace(NamedTuple):

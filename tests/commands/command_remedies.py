@@ -105,6 +105,11 @@ PREPARED = [
     (MOE + "actor.bf16.num_gpus=1 learner=gpu", "choose a dense model", "model.path={model}"),
     (PREPARE.replace("{model}", "{odd_moe}"), "choose a dense model", "model.path={model}"),
     (
+        PREPARE.replace("{model}", "{other_moe}") + "learner.router_replay=true",
+        "is proven with model_type=qwen3_moe",
+        "learner.router_replay=false",
+    ),
+    (
         PREPARE + "actor=draft actor.draft.draft_path={moe}",
         "choose a dense model",
         "actor.draft.draft_path={model}",

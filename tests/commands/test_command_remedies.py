@@ -24,6 +24,7 @@ CONFIGS = {
     "model": {},
     "moe": MOE,
     "odd_moe": MOE | {"model_type": "odd_moe"},
+    "other_moe": MOE | {"model_type": "olmoe"},
     "masked": {"model_type": "llada"},
     "latent": {"kv_lora_rank": 256},
     "wide": {},
