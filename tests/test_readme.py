@@ -167,7 +167,7 @@ def test_the_readme_can_be_read_at_once():
 def test_the_picture_is_of_the_present_quickstart(monkeypatch):
     """Else: `python docs/quickstart.py [RUN_DIR]`, with a new run where the experiment changed."""
     monkeypatch.syspath_prepend(ROOT / "docs")
-    from benchmarks.speed import quickstart
+    import quickstart
 
     kept = json.loads(quickstart.DATA.read_text())
     assert kept["experiment"] == quickstart.digest(quickstart.EXPERIMENT)

@@ -79,7 +79,8 @@ def _weights(config: RunConfig, path: str, checkpoint: Path | None) -> Iterator[
         yield out
 
 
-Answer = Callable[[Sequence[Message], Callable[[str], None]], str]
+# of a conversation, and of what shows each piece: the answer, and a remark on it or ""
+Answer = Callable[[Sequence[Message], Callable[[str], None]], tuple[str, str]]
 
 
 def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> int:
@@ -103,16 +104,20 @@ def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> in
         if asked == "/new":
             said = []
         elif asked:
-            further = [*said, {"role": "user", "content": asked}]
+            further, remark = [*said, {"role": "user", "content": asked}], ""
             try:
-                found = answer(further, lambda piece: print(piece, end="", file=out, flush=True))
+                found, remark = answer(
+                    further, lambda piece: print(piece, end="", file=out, flush=True)
+                )
                 said = [*further, {"role": "assistant", "content": found}]
             except KeyboardInterrupt:
                 pass
             except UserError as error:
-                note(str(error))
+                remark = str(error)
             out.write("\n")
             out.flush()
+            if remark:
+                note(remark)
 
 
 class ChatModel:
@@ -152,10 +157,12 @@ class ChatModel:
         self._path, self._most = path, most
         self._asked = 0
 
-    def answer(self, said: Sequence[Message], show: Callable[[str], None]) -> str:
-        """A sampled answer, shown piece by piece. Without a chat template the last question alone
-        is what the model reads, as in training. Raises UserError for a conversation that fills the
-        model."""
+    def answer(self, said: Sequence[Message], show: Callable[[str], None]) -> tuple[str, str]:
+        """A sampled answer, shown piece by piece, and why it was cut off, or "".
+
+        Without a chat template the model reads the last question alone, as in training. Raises
+        UserError for a conversation that fills the model.
+        """
         import torch
 
         template = self._config.model
@@ -178,19 +185,19 @@ class ChatModel:
         text = ""
         for token in self._sampled(ids, chance):
             if token in self._ends:
-                return text
+                return text, ""
             found.append(token)
             whole = decode_response(self._tokenizer, found)
             if not whole.endswith("\ufffd"):  # a character of several tokens is not whole yet
                 show(whole[len(text) :])
                 text = whole
             if any(stop in text for stop in self._config.rollout.stop):
-                return text
+                return text, ""
             if len(found) == min(self._most, room):
                 break
         full = f"the conversation fills the {self._holds} tokens that the model holds: /new"
-        note(f"cut off: {f'rollout.max_new_tokens={self._most}' if self._most <= room else full}")
-        return text
+        why = f"rollout.max_new_tokens={self._most}" if self._most <= room else full
+        return text, f"cut off: {why}"
 
     def _sampled(self, ids: Sequence[int], chance: Any) -> Iterator[int]:
         import torch

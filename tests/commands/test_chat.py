@@ -37,7 +37,7 @@ def echoed(lines, prompt=""):
         given.append([m["content"] for m in said])
         show("you said ")
         show(said[-1]["content"])
-        return f"you said {said[-1]['content']}"
+        return f"you said {said[-1]['content']}", ""
 
     assert converse(answer, io.StringIO(lines), out, prompt) == 0
     return out.getvalue(), given
@@ -63,11 +63,11 @@ def test_ctrl_c_and_a_refusal_end_an_answer_and_not_the_conversation(capsys):
         if said[-1]["content"] == "two":
             raise UserError("refused.")
         assert [m["content"] for m in said] == ["three"]
-        return "whole"
+        return "whole", "cut off: here"
 
     assert converse(answer, io.StringIO("one\ntwo\nthree\n"), out) == 0
     assert out.getvalue() == "half\nhalf\nhalf\n"
-    assert capsys.readouterr().err == "rlcore: refused.\n"
+    assert capsys.readouterr().err == "rlcore: refused.\nrlcore: cut off: here\n"
 
 
 def talker(folder, tmp_path, most=12, temperature=1e-6):
@@ -80,24 +80,22 @@ def asked(text):
     return [{"role": "user", "content": text}]
 
 
-def test_answers_are_the_model_s_own(folder, tmp_path, capsys):
+def test_answers_are_the_model_s_own(folder, tmp_path):
     model, shown = talker(folder, tmp_path), []
-    answer = model.answer(asked("3 1 2 "), shown.append)
+    answer, remark = model.answer(asked("3 1 2 "), shown.append)
     tokenizer = load_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode("3 1 2 ", add_special_tokens=False)])
     greedy = model._lm.generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=0)
     assert answer == tokenizer.decode(greedy[0, ids.shape[1] :], skip_special_tokens=True)
     assert "".join(shown) == answer
-    assert capsys.readouterr().err == "rlcore: cut off: rollout.max_new_tokens=12\n"
+    assert remark == "cut off: rollout.max_new_tokens=12"
 
 
-def test_an_answer_ends_where_the_model_is_full_and_a_longer_question_is_refused(
-    folder, tmp_path, capsys
-):
+def test_an_answer_ends_where_the_model_is_full_and_a_longer_question_is_refused(folder, tmp_path):
     model = talker(folder, tmp_path, most=100)
-    answer = model.answer(asked("1" * 60), lambda piece: None)
+    answer, remark = model.answer(asked("1" * 60), lambda piece: None)
     assert len(answer) == 4
-    assert "fills the 64 tokens that the model holds: /new" in capsys.readouterr().err
+    assert remark.endswith("fills the 64 tokens that the model holds: /new")
     with pytest.raises(UserError, match="holds 64 tokens and this conversation has 64: begin"):
         model.answer(asked("1" * 64), lambda piece: None)
 
@@ -107,10 +105,11 @@ def test_a_conversation_by_pipes(tmp_path):
     """Ctrl-C ends an answer and, between answers, the command; no byte ends either."""
     spec = FreshModelSpec(hidden_size=32, layers=1, intermediate_size=64)
     folder = tmp_path / "model"
-    build_fresh_model(folder, string.printable, spec, seed=0, max_len=1 << 14)
+    letters = string.ascii_letters + string.punctuation + " "  # no line ends within an answer
+    build_fresh_model(folder, letters, spec, seed=0, max_len=1 << 14)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not this') }}"
-        "{% endif %}{{ m.content }}\n{% endfor %}"
+        "{% endif %}{{ m.content }} {% endfor %}"
     )
     words = ["chat", f"model={folder}", "model.max_len=30000", "rollout.max_new_tokens=20000"]
     words.append("rollout.temperature=1e-6")
