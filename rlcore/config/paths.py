@@ -38,7 +38,7 @@ def _setting(spec: Spec, name: str) -> Any:
         return _arguments(value, TASK)
     if name == "args" and isinstance(spec, EnvironmentSpec):
         return _arguments(value, ENVIRONMENT)
-    extra = type(spec).model_fields[name].json_schema_extra or {}
+    extra: Any = type(spec).model_fields[name].json_schema_extra or {}
     return _each(RESOLVE[extra["names"]], value) if "names" in extra else absolute(value)
 
 
