@@ -37,8 +37,10 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "_block_types")
 # keys that only configurations with such layers have, where no list names the layers: state-space
 # models, LFM2's first form, RWKV, xLSTM
-_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "lru_width")
-_STATES += ("full_attn_idxs", "rescale_every", "chunkwise_kernel")
+_STATES = (
+    *("mamba_d_state", "ssm_state_size", "state_size", "lru_width"),
+    *("full_attn_idxs", "rescale_every", "chunkwise_kernel"),
+)
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ def test_a_tiny_qwen3_5_learns_digits_in_both_layouts(command, tmp_path):
             "task.args.min_digits=1",
             "task.args.max_digits=1",
             "schedule=on_policy",
-            "schedule.steps=40",
+            "schedule.steps=16",
             "schedule.groups_per_step=16",
             "rollout.samples_per_prompt=16",
             "rollout.max_new_tokens=1",
@@ -44,7 +44,7 @@ def test_a_tiny_qwen3_5_learns_digits_in_both_layouts(command, tmp_path):
         assert max(row["mismatch/abs_dlogp_max"] for row in found[layout]) < 2e-4
     one, other = found["sorted"], found["packed"]
     rewards = [[row["reward/mean"] for row in steps] for steps in (one, other)]
-    assert sum(rewards[0][-5:]) / 5 > 0.5 > 10 * rewards[0][0]
+    assert sum(rewards[0][-5:]) / 5 > 0.4 > 10 * rewards[0][0]
     # rounding grows by steps of Adam, and a token that is drawn otherwise would end the likeness
     assert rewards[1] == pytest.approx(rewards[0], abs=0.02)
     for name in ("grad_norm", "entropy"):
