@@ -31,6 +31,21 @@ class Unread(NamedTuple):
     because: str  # names the settings that decide
 
 
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+class DeclaredMetric(NamedTuple):
+    """A metric of a feature, declared with its settings: the arguments of
+    `metrics/metric.py: Metric`."""
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: Reduction = "mean"
+    healthy: str = ""
+    otherwise: str = ""
+
+
 class Fixed(StrEnum):
     """Why a run that goes on from a checkpoint keeps a setting's value."""
 
@@ -60,6 +75,9 @@ class Spec(BaseModel):
     fixed: ClassVar[Mapping[str, str]] = {}
     #: sections that a resumed run can neither add nor drop, and why; what they hold may change
     fixed_presence: ClassVar[Mapping[str, str]] = {}
+
+    #: metrics of a run that uses the feature; `metrics/learner_metrics.py` lists who has some
+    metrics: ClassVar[tuple[DeclaredMetric, ...]] = ()
 
     def dead(self) -> Iterator[tuple[str, str]]:
         """Each setting that nothing reads under the others, and why."""

@@ -3,6 +3,7 @@ tokens that a prompt may have."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
@@ -12,7 +13,6 @@ from rlcore.config.kinds import dvp_of
 from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
-from rlcore.corrections.centre import cautions as centre_cautions
 from rlcore.errors import UserError
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
@@ -161,15 +161,13 @@ def idle_clip(config: RunConfig) -> str | None:
 
 def cautions(config: RunConfig) -> list[str]:
     """Sentences on corrections that are accepted and may not do what is hoped for."""
-    chosen = [dict(found.chosen()) for found in config.correction_lists.values()]
-    return list(
-        centre_cautions(
-            [spec for own in chosen for spec in own.values()],
-            critic=config.critic.trained,
-            stored=config.rollout.logprobs_k,
-            floor=max(actor.probability_floor for actor in config.actor.values()),
-        )
+    floor = max(actor.probability_floor for actor in config.actor.values())
+    said = (
+        spec.cautions(critic=config.critic.trained, stored=config.rollout.logprobs_k, floor=floor)
+        for own in config.correction_lists.values()
+        for spec in own.chosen().values()
     )
+    return list(dict.fromkeys(chain.from_iterable(said)))
 
 
 def grader_pools(config: RunConfig) -> tuple[GraderPool, ...]:

@@ -12,7 +12,7 @@ weights correct.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -82,30 +82,24 @@ class CentreSpec(CorrectionSpec):
             "cispo, sapo or reinforce, or leave centre out.",
         )
 
-
-def cautions(
-    chosen: Iterable[CorrectionSpec], *, critic: bool, stored: int, floor: float
-) -> Iterator[str]:
-    """Sentences on what a run with this correction should know. `stored`: top log-probs of a token;
-    `floor`: the largest probability floor of its actors."""
-    if not any(isinstance(spec, CentreSpec) for spec in chosen):
-        return
-    if critic:
-        yield (
-            "correction=centre removes E[A | state](q - p), which a critic's advantages leave near "
-            "0: it costs its term and gains little"
-        )
-    if stored < 8:
-        yield (
-            f"correction=centre knows {stored} tokens of the actors' (rollout.logprobs_k), so that "
-            "its term is off by up to twice the mass of all others: use 8 or more, 20 is usual"
-        )
-    if floor > 0:
-        yield (
-            "correction=centre follows the actors' policy, floor included, so that it does not "
-            "remove what a probability floor draws: use correction=[dvp,tis] where an answer has "
-            "such tokens (mismatch/floor_tokens)"
-        )
+    def cautions(self, *, critic: bool, stored: int, floor: float) -> Iterator[str]:
+        if critic:
+            yield (
+                "correction=centre removes E[A | state](q - p), which a critic's advantages leave "
+                "near 0: it costs its term and gains little"
+            )
+        if stored < 8:
+            yield (
+                f"correction=centre knows {stored} tokens of the actors' (rollout.logprobs_k), so "
+                "that its term is off by up to twice the mass of all others: use 8 or more, 20 is "
+                "usual"
+            )
+        if floor > 0:
+            yield (
+                "correction=centre follows the actors' policy, floor included, so that it does not "
+                "remove what a probability floor draws: use correction=[dvp,tis] where an answer "
+                "has such tokens (mismatch/floor_tokens)"
+            )
 
 
 # ----- the term of a state -----

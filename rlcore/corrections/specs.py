@@ -12,7 +12,7 @@ packages need are class variables of its specification:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -90,6 +90,11 @@ class CorrectionSpec(Spec):
     ) -> None:
         """Refuse, as UserError, the other corrections of its list or the objective, where it is not
         right with them. `key`: of the list."""
+
+    def cautions(self, *, critic: bool, stored: int, floor: float) -> Iterator[str]:
+        """Sentences on what a run with this correction should know. `critic`: it trains one;
+        `stored`: top log-probs of a token; `floor`: the largest probability floor of its actors."""
+        return iter(())
 
     # Asked by the pipeline before it builds the method, so that a method never sees an objective.
     def under(self, objective: ObjectiveSpec) -> CorrectionSpec:

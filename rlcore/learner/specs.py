@@ -14,7 +14,7 @@ from rlcore.learner.engines.deepspeed_specs import DeepSpeedSpec
 from rlcore.learner.optimizer_specs import OptimizerSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec, ValueSpec
-from rlcore.spec import Fixed, Spec, Unread, parsed, refuse, setting
+from rlcore.spec import DeclaredMetric, Fixed, Spec, Unread, parsed, refuse, setting
 from rlcore.types import SamplingSpec
 from rlcore.weights.specs import RoundingSpec
 
@@ -58,6 +58,38 @@ class LoraSpec(Spec):
 class DistillSpec(Spec):
     """DistillSparse: adapters phi that make the sparse actors follow the dense policy theta."""
 
+    metrics: ClassVar[tuple[DeclaredMetric, ...]] = (
+        DeclaredMetric(
+            "loss/sparse_policy",
+            "1",
+            "policy loss of the sparse copy (DistillSparse)",
+            healthy="any",
+            otherwise="look at `loss/distill_kl`",
+        ),
+        DeclaredMetric(
+            "loss/distill_kl",
+            "nats",
+            "KL of the sparse copy to the dense policy on the actors' samples, unscaled",
+            healthy="falls",
+            otherwise="raise `learner.distill.lr` or its `lora.rank`",
+        ),
+        DeclaredMetric(
+            "distill/grad_norm",
+            "1",
+            "norm of the sparse copy's gradient before clipping",
+            healthy="no jumps",
+            otherwise="lower `learner.distill.lr`",
+        ),
+        DeclaredMetric(
+            "distill/actor_abs_dlogp_mean",
+            "nats",
+            "mean |log p of the sparse copy - log p_inf| on the actors' samples",
+        ),
+        DeclaredMetric(
+            "distill/clip_share", "share", "tokens of the sparse copy's loss outside its clip range"
+        ),
+    )
+
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("kl",), lambda spec: spec.kl_coef == 0, "kl_coef=0 leaves no KL"),
     )
@@ -73,6 +105,29 @@ class DistillSpec(Spec):
 class DraftLearnerSpec(Spec):
     """A second learner: the draft, by policy gradient and reverse KL to the policy."""
 
+    metrics: ClassVar[tuple[DeclaredMetric, ...]] = (
+        DeclaredMetric("draft/loss_policy", "1", "policy loss of the co-trained draft"),
+        DeclaredMetric(
+            "draft/loss_kl",
+            "nats",
+            "KL of the draft to the policy, unscaled",
+            healthy="falls",
+            otherwise="[Drafts](cheap-actors.md#drafts): `learner.draft.lr`, `.kl_coef`",
+        ),
+        DeclaredMetric(
+            "draft/grad_norm",
+            "1",
+            "norm of the draft's gradient before clipping",
+            healthy="no jumps",
+            otherwise="lower `learner.draft.lr`",
+        ),
+        DeclaredMetric("draft/entropy", "nats", "mean entropy of the draft over trained tokens"),
+        DeclaredMetric("draft/mismatch_kl_k1", "nats", "mismatch/kl_k1 of the draft"),
+        DeclaredMetric(
+            "draft/mismatch_abs_dlogp_mean", "nats", "mismatch/abs_dlogp_mean of the draft"
+        ),
+    )
+
     ranks: int = setting(1, "data-parallel ranks", gt=0)
     lr: float = setting(1e-4, "peak learning rate of the draft", gt=0)
     kl_coef: float = setting(0.1, "weight of the reverse KL to the policy", gt=0)
@@ -84,6 +139,51 @@ class DraftLearnerSpec(Spec):
 
 class CriticSpec(ValueSpec):
     """A model of values next to the policy, for `algorithm.advantage=gae`."""
+
+    metrics: ClassVar[tuple[DeclaredMetric, ...]] = (
+        DeclaredMetric(
+            "loss/value",
+            "reward²",
+            "half the mean squared error of a critic's values to their targets, clipped as in the "
+            "loss",
+            healthy="falls, then steady",
+            otherwise="raise `critic.lr`, or `critic.warmup_steps`",
+        ),
+        DeclaredMetric(
+            "critic/explained_variance",
+            "share",
+            "of its targets' variance, what the critic's values of the phase's start explain",
+            healthy="rises above 0",
+            otherwise="raise `critic.lr`, or use `critic=model`",
+        ),
+        DeclaredMetric("critic/value_mean", "reward", "mean value of the batch's states"),
+        DeclaredMetric("critic/target_mean", "reward", "mean target of these values"),
+        DeclaredMetric(
+            "critic/advantage_rms",
+            "reward",
+            "root of the mean square of the advantages of tokens that have a target; 1 where "
+            "whitened",
+        ),
+        DeclaredMetric(
+            "critic/untargeted_share",
+            "share",
+            "tokens without a target, so without an advantage: of the last state of an answer that "
+            "was cut off, under `critic.bootstrap`",
+            healthy="below 0.1",
+            otherwise="`algorithm.credit=token`, or longer answers",
+        ),
+        DeclaredMetric(
+            "critic/clip_share", "share", "values outside `critic.clip` of the phase's start"
+        ),
+        DeclaredMetric(
+            "critic/grad_norm",
+            "1",
+            "norm of the critic's gradient before clipping",
+            healthy="no jumps",
+            otherwise="lower `critic.lr`",
+        ),
+        DeclaredMetric("critic/lr", "1", "learning rate of the critic's step"),
+    )
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(
@@ -125,6 +225,18 @@ class CriticSpec(ValueSpec):
 
 class LearnerSpec(OptimizerSpec, DeepSpeedSpec):
     """The ranks that train the policy, and its companions."""
+
+    metrics: ClassVar[tuple[DeclaredMetric, ...]] = (
+        DeclaredMetric(
+            "rounding/relative_error",
+            "share",
+            "`learner.round_as`: norm of what rounding moved the weights by, over the norm of the "
+            "rounded weights, as the step began",
+            healthy="steady: 0.002 in INT8, 0.1 in four bits, 0.3 in INT3",
+            otherwise="rises: a few weights have grown and set the scale; finer "
+            "`actor.*.scales`, or `keep_high_precision`",
+        ),
+    )
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(

@@ -26,6 +26,14 @@ def _statistics() -> Iterator[Metric]:
         yield Metric(f"correction/<name>/{name}", unit, said, healthy=usual, otherwise=CORRECTION)
 
 
+# whose parts of a learner have metrics of theirs
+PARTS = (
+    "rlcore.learner.specs:LearnerSpec",
+    "rlcore.learner.specs:CriticSpec",
+    "rlcore.objectives.specs:TeacherSpec",
+    "rlcore.learner.specs:DistillSpec",
+    "rlcore.learner.specs:DraftLearnerSpec",
+)
 LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
         "shadow/<list>/kept_share",
@@ -107,15 +115,6 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "norm of the gradient before clipping",
         healthy="no jumps; often near `learner.grad_clip`",
         otherwise="ten times its median: lower `learner.lr`",
-    ),
-    Metric(
-        "rounding/relative_error",
-        "share",
-        "`learner.round_as`: norm of what rounding moved the weights by, over the norm of the "
-        "rounded weights, as the step began",
-        healthy="steady: 0.002 in INT8, 0.1 in four bits, 0.3 in INT3",
-        otherwise="rises: a few weights have grown and set the scale; finer `actor.*.scales`, or "
-        "`keep_high_precision`",
     ),
     Metric(
         "entropy",
@@ -220,140 +219,5 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "nats²",
         "variance of a response's log-prob by the mask (masked diffusion)",
     ),
-    Metric(
-        "loss/value",
-        "reward²",
-        "half the mean squared error of a critic's values to their targets, clipped as in the loss",
-        healthy="falls, then steady",
-        otherwise="raise `critic.lr`, or `critic.warmup_steps`",
-    ),
-    Metric(
-        "critic/explained_variance",
-        "share",
-        "of its targets' variance, what the critic's values of the phase's start explain",
-        healthy="rises above 0",
-        otherwise="raise `critic.lr`, or use `critic=model`",
-    ),
-    Metric("critic/value_mean", "reward", "mean value of the batch's states"),
-    Metric("critic/target_mean", "reward", "mean target of these values"),
-    Metric(
-        "critic/advantage_rms",
-        "reward",
-        "root of the mean square of the advantages of tokens that have a target; 1 where whitened",
-    ),
-    Metric(
-        "critic/untargeted_share",
-        "share",
-        "tokens without a target, so without an advantage: of the last state of an answer that was "
-        "cut off, under `critic.bootstrap`",
-        healthy="below 0.1",
-        otherwise="`algorithm.credit=token`, or longer answers",
-    ),
-    Metric("critic/clip_share", "share", "values outside `critic.clip` of the phase's start"),
-    Metric(
-        "critic/grad_norm",
-        "1",
-        "norm of the critic's gradient before clipping",
-        healthy="no jumps",
-        otherwise="lower `critic.lr`",
-    ),
-    Metric("critic/lr", "1", "learning rate of the critic's step"),
-    Metric(
-        "loss/teacher",
-        "nats",
-        "distance to the teacher as the loss has it, before `teacher.weight`",
-        healthy="falls",
-        otherwise="raise `teacher.weight` or `learner.lr`",
-    ),
-    Metric(
-        "teacher/divergence",
-        "nats",
-        "mean distance to the teacher, weighted as in the loss, of tokens that have one",
-        healthy="falls",
-        otherwise="raise `teacher.weight` or `learner.lr`; [Distillation](distillation.md)",
-    ),
-    *(
-        Metric(
-            f"teacher/divergence_quarter_{n}",
-            "nats",
-            f"the same for the {name} quarter of each answer's tokens",
-        )
-        for n, name in enumerate(("first", "second", "third", "last"), 1)
-    ),
-    Metric(
-        "teacher/top1_agreement",
-        "share",
-        "tokens at which policy and teacher find the same one likeliest",
-        healthy="rises",
-        otherwise="the teacher may be too far away: a warm-up on its answers comes first",
-    ),
-    Metric(
-        "teacher/tail_mass",
-        "share",
-        "the teacher's probability outside of `teacher.top_k`",
-        healthy="below 0.05",
-        otherwise="raise `teacher.top_k`, or use `teacher.tail=sampled`",
-    ),
-    Metric(
-        "teacher/token_share",
-        "share",
-        "tokens of the loss that have a teacher; with a context that some episodes lack below 1",
-    ),
-    Metric(
-        "teacher/unscored",
-        "episodes",
-        "of the step, with a token that has no teacher: no context, or no score of the teacher's "
-        "engine in time",
-        "sum",
-        healthy="0 without `teacher.context`",
-        otherwise="`teacher=engine`: raise `teacher.engine.count` or `teacher.engine.timeout_s`; "
-        "log.jsonl says which engines were replaced",
-    ),
-    Metric(
-        "loss/sparse_policy",
-        "1",
-        "policy loss of the sparse copy (DistillSparse)",
-        healthy="any",
-        otherwise="look at `loss/distill_kl`",
-    ),
-    Metric(
-        "loss/distill_kl",
-        "nats",
-        "KL of the sparse copy to the dense policy on the actors' samples, unscaled",
-        healthy="falls",
-        otherwise="raise `learner.distill.lr` or its `lora.rank`",
-    ),
-    Metric(
-        "distill/grad_norm",
-        "1",
-        "norm of the sparse copy's gradient before clipping",
-        healthy="no jumps",
-        otherwise="lower `learner.distill.lr`",
-    ),
-    Metric(
-        "distill/actor_abs_dlogp_mean",
-        "nats",
-        "mean |log p of the sparse copy - log p_inf| on the actors' samples",
-    ),
-    Metric(
-        "distill/clip_share", "share", "tokens of the sparse copy's loss outside its clip range"
-    ),
-    Metric("draft/loss_policy", "1", "policy loss of the co-trained draft"),
-    Metric(
-        "draft/loss_kl",
-        "nats",
-        "KL of the draft to the policy, unscaled",
-        healthy="falls",
-        otherwise="[Drafts](cheap-actors.md#drafts): `learner.draft.lr`, `.kl_coef`",
-    ),
-    Metric(
-        "draft/grad_norm",
-        "1",
-        "norm of the draft's gradient before clipping",
-        healthy="no jumps",
-        otherwise="lower `learner.draft.lr`",
-    ),
-    Metric("draft/entropy", "nats", "mean entropy of the draft over trained tokens"),
-    Metric("draft/mismatch_kl_k1", "nats", "mismatch/kl_k1 of the draft"),
-    Metric("draft/mismatch_abs_dlogp_mean", "nats", "mismatch/abs_dlogp_mean of the draft"),
+    *(Metric(*said) for where in PARTS for said in load_object(where).metrics),
 )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Reduction = Literal["mean", "sum", "max", "min", "last"]
-
+from rlcore.spec import Reduction
 
 # Groups of metrics of samples, which exist by the kind of actors that drew them, too.
 BY_KIND = (

@@ -15,10 +15,11 @@ from functools import lru_cache
 from typing import TypeVar
 
 from rlcore.metrics.learner_metrics import LEARNER_METRICS
-from rlcore.metrics.metric import Metric, Reduction
+from rlcore.metrics.metric import Metric
 from rlcore.metrics.mismatch_metrics import MISMATCH_METRICS
 from rlcore.metrics.sample_metrics import SAMPLE_METRICS
 from rlcore.metrics.system_metrics import SYSTEM_METRICS
+from rlcore.spec import Reduction
 
 Value = TypeVar("Value")
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from rlcore.objectives.protocols import WIDE, Advantage, Bias, PolicyLoss
 from rlcore.registry import resolve
-from rlcore.spec import Spec, Unread, refuse, setting
+from rlcore.spec import DeclaredMetric, Spec, Unread, refuse, setting
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3", "full"]
@@ -170,6 +170,61 @@ class ValueSpec(Spec):
 
 class TeacherSpec(Spec):
     """A policy that the trained one is led to on its own samples (`objectives/distillation.py`)."""
+
+    metrics: ClassVar[tuple[DeclaredMetric, ...]] = (
+        DeclaredMetric(
+            "loss/teacher",
+            "nats",
+            "distance to the teacher as the loss has it, before `teacher.weight`",
+            healthy="falls",
+            otherwise="raise `teacher.weight` or `learner.lr`",
+        ),
+        DeclaredMetric(
+            "teacher/divergence",
+            "nats",
+            "mean distance to the teacher, weighted as in the loss, of tokens that have one",
+            healthy="falls",
+            otherwise="raise `teacher.weight` or `learner.lr`; [Distillation](distillation.md)",
+        ),
+        *(
+            DeclaredMetric(
+                f"teacher/divergence_quarter_{n}",
+                "nats",
+                f"the same for the {name} quarter of each answer's tokens",
+            )
+            for n, name in enumerate(("first", "second", "third", "last"), 1)
+        ),
+        DeclaredMetric(
+            "teacher/top1_agreement",
+            "share",
+            "tokens at which policy and teacher find the same one likeliest",
+            healthy="rises",
+            otherwise="the teacher may be too far away: a warm-up on its answers comes first",
+        ),
+        DeclaredMetric(
+            "teacher/tail_mass",
+            "share",
+            "the teacher's probability outside of `teacher.top_k`",
+            healthy="below 0.05",
+            otherwise="raise `teacher.top_k`, or use `teacher.tail=sampled`",
+        ),
+        DeclaredMetric(
+            "teacher/token_share",
+            "share",
+            "tokens of the loss that have a teacher; with a context that some episodes lack below "
+            "1",
+        ),
+        DeclaredMetric(
+            "teacher/unscored",
+            "episodes",
+            "of the step, with a token that has no teacher: no context, or no score of the "
+            "teacher's engine in time",
+            "sum",
+            healthy="0 without `teacher.context`",
+            otherwise="`teacher=engine`: raise `teacher.engine.count` or "
+            "`teacher.engine.timeout_s`; log.jsonl says which engines were replaced",
+        ),
+    )
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(

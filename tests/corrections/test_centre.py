@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlcore.config.checks import check
 from rlcore.config.compose import load
-from rlcore.corrections.centre import Centred, cautions, centring
+from rlcore.corrections.centre import Centred, centring
 from rlcore.corrections.functional import centre, mis, tis
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.errors import UserError
@@ -310,12 +310,13 @@ def test_it_refuses(words: str, says: str) -> None:
 
 
 def test_it_warns_of_a_critic_of_few_tokens_and_of_a_floor() -> None:
-    spec = [load_object(CORRECTIONS["centre"])()]
+    spec = load_object(CORRECTIONS["centre"])()
     usual = {"critic": False, "stored": 20, "floor": 0.0}
-    assert not list(cautions(spec, **usual))
+    assert not list(spec.cautions(**usual))
     for name, value in (("critic", True), ("stored", 7), ("floor", 1e-5)):
-        assert len(list(cautions(spec, **{**usual, name: value}))) == 1
-    assert not list(cautions([], critic=True, stored=1, floor=1.0))
+        assert len(list(spec.cautions(**{**usual, name: value}))) == 1
+    other = load_object(CORRECTIONS["tis"])()
+    assert not list(other.cautions(critic=True, stored=1, floor=1.0))
 
 
 def test_the_grid_has_lists_with_it() -> None:
