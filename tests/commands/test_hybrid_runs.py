@@ -45,8 +45,8 @@ def test_a_tiny_qwen3_5_learns_digits_in_both_layouts(command, tmp_path):
     one, other = found["sorted"], found["packed"]
     rewards = [[row["reward/mean"] for row in steps] for steps in (one, other)]
     assert sum(rewards[0][-5:]) / 5 > 0.4 > 10 * rewards[0][0]
-    # rounding grows by steps of Adam, and a token that is drawn otherwise would end the likeness
-    assert rewards[1] == pytest.approx(rewards[0], abs=0.02)
+    # rounding grows by steps of Adam, until a token is drawn otherwise: after ten steps here
+    assert rewards[1][:8] == pytest.approx(rewards[0][:8], abs=0.01)
     for name in ("grad_norm", "entropy"):
         assert other[0][name] == pytest.approx(one[0][name], rel=1e-5)
         for row, its in zip(one[:5], other[:5], strict=True):
