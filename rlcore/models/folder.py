@@ -36,9 +36,10 @@ def is_masked(config: Mapping[str, Any]) -> bool:
 _RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "_block_types")
 # keys that only configurations with such layers have, where no list names the layers: state-space
-# models, LFM2's first form, RWKV, xLSTM
+# models, the first forms of Qwen3-Next, Kimi, MiniMax and LFM2, RWKV, xLSTM
 _STATES = (
     *("mamba_d_state", "ssm_state_size", "state_size", "lru_width"),
+    *("linear_conv_kernel_dim", "linear_attn_config", "attn_type_list"),
     *("full_attn_idxs", "rescale_every", "chunkwise_kernel"),
 )
 

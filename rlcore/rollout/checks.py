@@ -5,6 +5,7 @@ Preflight and the engine call the same functions, so that each rule is stated on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ REFUSED_ON_CPU = {
 
 # Why engines of vLLM 0.32 on CPUs do not serve other models right, likewise
 WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
+# settings of config.json that vLLM 0.32 does not read, by model_type, with those it computes
+UNREAD: Mapping[str, Mapping[str, Any]] = {
+    "lfm2": {"tie_word_embeddings": True, "tie_embedding": True},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+    "qwen2_moe": {"use_sliding_window": False},
+}
 
 
 def check_recurrent(
@@ -54,8 +61,8 @@ def check_recurrent(
     path: str | Path,
     adapter: bool = False,
 ) -> None:
-    """Raise UserError for recurrent layers with settings, or in a family on a CPU, that were not
-    compared, and for a family whose log-probs were found wrong on a CPU."""
+    """Raise UserError where an engine would compute a model wrong, or was not compared: settings
+    with recurrent layers, families on a CPU, and settings of a model that the engine ignores."""
     recurrent, kind = is_recurrent(config), str(config.get("model_type"))
     unproven = {
         f"{key}.tensor_parallel={actor.tensor_parallel}": ("use 1", actor.tensor_parallel > 1),
@@ -68,7 +75,15 @@ def check_recurrent(
             raise UserError(
                 f"{setting} is not proven with recurrent layers, which {path} has: {remedy}."
             )
-    if actor.engine != "vllm" or not actor.on_cpu:
+    if actor.engine != "vllm":
+        return
+    for name, computed in UNREAD.get(kind, {}).items():
+        if (given := config.get(name, computed)) != computed:
+            raise UserError(
+                f"{key}.engine=vllm computes a {kind} with {name}={json.dumps(computed)}, and "
+                f"{path} has {json.dumps(given)}: choose another model."
+            )
+    if not actor.on_cpu:
         return
     if kind in WRONG_ON_CPU:
         raise UserError(

@@ -72,6 +72,7 @@ def test_a_factor_that_engines_do_not_read_is_refused():
         ({"model_type": "minimax", "layer_types": ["linear_attention"]}, "not compared"),
         ({"model_type": "rwkv", "rescale_every": 6}, "not compared"),
         ({"model_type": "xlstm", "chunkwise_kernel": "chunkwise--native_autograd"}, "not compared"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}}, "not compared"),
     ],
 )
 def test_recurrent_layers_in_an_engine_on_a_cpu(config, why):
@@ -86,6 +87,7 @@ def test_recurrent_layers_in_an_engine_on_a_cpu(config, why):
 HYBRIDS = (
     {"model_type": "lfm2", "full_attn_idxs": [2]},
     {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]},
+    {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_conv_kernel_dim": 4},
 )
 
 
@@ -134,6 +136,24 @@ def test_heads_of_a_width_that_an_engine_on_a_cpu_has():
     for more in ({"head_dim": 32}, {"hidden_size": 256}, {"kv_lora_rank": 8}, {"head_dim": None}):
         check_width({**SIXTEEN, "hidden_size": 128, **more}, ActorSpec(), key="a.b", path="M")
     check_width({"model_type": "rwkv"}, ActorSpec(), key="a.b", path="M")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "computed", "other"),
+    [
+        ("lfm2", "tie_word_embeddings", True, False),
+        ("olmoe", "norm_topk_prob", False, True),
+        ("olmoe", "clip_qkv", None, 8.0),
+        ("qwen2_moe", "use_sliding_window", False, True),
+    ],
+)
+def test_a_setting_that_an_engine_does_not_read(kind, name, computed, other):
+    for gpus in (0, 1):
+        actor, config = ActorSpec(num_gpus=gpus), {"model_type": kind, name: other}
+        with pytest.raises(UserError, match=rf"a\.b\.engine=vllm .* {name}=.*: choose another"):
+            check_recurrent(config, actor, key="a.b", path="M")
+        check_recurrent(config | {name: computed}, actor, key="a.b", path="M")
+        check_recurrent({"model_type": kind}, actor, key="a.b", path="M")
 
 
 def test_attention_alone_is_no_recurrent_layer():

@@ -99,6 +99,12 @@ def write(param, loaded):
     param.data.copy_(loaded)
 
 
+def publish(param, weight):
+    """Load a weight of which the parameter holds a function, as vLLM sets its loader."""
+    param.weight_loader = keep_published(write, lambda x: -torch.exp(x))
+    param.weight_loader(param, weight)
+
+
 class Mixer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,7 +138,7 @@ def one_rank(monkeypatch):
 def test_weights_under_other_names_have_their_checksums():
     found, mixer = worker()
     decays = torch.tensor([0.5, 1.0, -2.0])
-    keep_published(write, lambda x: -torch.exp(x))(mixer.A, decays)
+    publish(mixer.A, decays)
     published = {
         "model.l.mamba.A_log": decays,
         "model.l.mamba.in_proj_qkv.weight": mixer.in_proj_qkvz.weight[:4],
@@ -150,6 +156,19 @@ def test_weights_under_other_names_have_their_checksums():
     assert "no weight model.l.mamba.other" in found.rl_unmatched({"model.l.mamba.other": (3,)})
 
 
+def test_a_reload_by_way_of_the_meta_device_knows_what_was_published():
+    """As vLLM's on GPUs: it counts on a meta tensor and loads into another than it copies from."""
+    found, mixer = worker()
+    publish(mixer.A, torch.zeros(3))
+    load, new = mixer.A.weight_loader, torch.tensor([0.5, 1.0, -2.0])
+    load(mixer.A.data.to("meta"), new)
+    other = torch.empty(3)
+    load(other, new)
+    mixer.A.data.copy_(other)
+    name = "model.l.mamba.A_log"
+    assert found.rl_checksums({name: (3,)}, [name]) == {name: tensor_checksum(new)}
+
+
 def test_a_patch_changes_the_weight_and_not_the_function_of_it():
     param = nn.Parameter(torch.zeros(2), requires_grad=False)
     seen = []
@@ -164,6 +183,6 @@ def test_a_weight_that_is_held_wider_has_the_checksum_of_what_came():
     found, mixer = worker()
     found.model_runner.model_config.dtype = torch.bfloat16
     came = torch.randn(3).bfloat16()
-    keep_published(write, lambda x: -torch.exp(x))(mixer.A, came)
+    publish(mixer.A, came)
     name = "model.l.mamba.A_log"
     assert found.rl_checksums({name: (3,)}, [name]) == {name: tensor_checksum(came)}

@@ -280,23 +280,30 @@ def keep_published(
     load: Callable[[Any, torch.Tensor], None], function: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[Any, torch.Tensor], None]:
     """vLLM's composed_weight_loader: a parameter holds a `function` of the weight that `load` gives
-    it. Keeps the weight too, for checksums, and for patches that leave a part of it unchanged."""
+    it. Keeps the weight too, for checksums, and for patches that leave a part of it unchanged.
+
+    The loader keeps it, and not the parameter: vLLM's reload on GPUs counts on the meta device and
+    loads into another parameter with the same loader."""
 
     def composed(param: Any, loaded: torch.Tensor) -> None:
-        if (published := getattr(param, "rl_published", None)) is not None:
+        published = kept.published
+        if published is not None and not param.is_meta:
             param.data.copy_(published)
         load(param, loaded)
-        param.rl_published = param.data.clone()
-        param.rl_function = function
+        if not param.is_meta:
+            kept.published = param.data.clone()
         param.data.copy_(function(param.data))
 
+    kept: Any = composed
+    kept.published, kept.function = None, function
     return composed
 
 
 def _as_published(param: Any) -> torch.Tensor:
     """The weight that was published to a parameter, if it holds that; else the parameter."""
-    published: torch.Tensor | None = getattr(param, "rl_published", None)
-    if published is None or not torch.equal(param.rl_function(published), param):
+    loader = getattr(param, "weight_loader", None)
+    published: torch.Tensor | None = getattr(loader, "published", None)
+    if published is None or not torch.equal(loader.function(published), param):
         return param
     return published
 
