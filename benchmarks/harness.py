@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ import psutil
 from rlcore.metrics.rows import run_rows
 
 
-def again() -> list[str]:
-    """The command of the benchmark that runs, for another process of it. Raises RuntimeError where
-    it was not started by `python -m`."""
-    module = sys.modules["__main__"].__spec__
+def again(module: ModuleSpec | None) -> list[str]:
+    """The command of a benchmark, by its `__spec__`, for another process of it. Raises RuntimeError
+    where that was not started by `python -m`."""
     if module is None:
         raise RuntimeError("benchmarks are started by python -m benchmarks.FOLDER.NAME")
     return [sys.executable, "-m", module.name]

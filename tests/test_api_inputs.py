@@ -31,6 +31,10 @@ def right(item, response):
 
 def odd(item, response):
     return float(answer == response)
+
+def inside(item, response):
+    answer = object()
+    return float(answer == response)
 """
 
 
@@ -93,6 +97,7 @@ def test_a_notebook_s_function_takes_what_its_inner_code_reads(tmp_path):
 def test_a_function_that_no_file_can_hold_is_refused(reward, said, tmp_path):
     with pytest.raises(UserError, match=said):
         Inputs(None, ROWS, reward).words(tmp_path)
+    assert graded(Inputs(None, ROWS, of_a_notebook(CELL, "inside")).words(tmp_path), "2") == 0
 
 
 @pytest.mark.parametrize(

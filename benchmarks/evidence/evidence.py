@@ -103,7 +103,7 @@ def main() -> None:
 def start_in_background(words: Sequence[str]) -> str:
     """Start this program again, at the lowest priority and in a session of its own, so that it
     outlives the terminal; says which process it is and where its output goes."""
-    command = [*again(), *(w for w in words if w != "--background")]
+    command = [*again(__spec__), *(w for w in words if w != "--background")]
     CLAIMS.mkdir(parents=True, exist_ok=True)
     log = CLAIMS / "background.log"
     with log.open("a") as out:

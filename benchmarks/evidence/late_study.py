@@ -76,7 +76,7 @@ class Study:
         words = [word for word in sys.argv[1:] if word != "--background"]
         with log.open("a") as out:
             started = subprocess.Popen(
-                ["nice", "-n", "19", *again(), *words],
+                ["nice", "-n", "19", *again(sys.modules["__main__"].__spec__), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

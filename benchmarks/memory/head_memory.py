@@ -96,7 +96,7 @@ def main() -> None:
     for way in ("plain", "chunked"):
         runs = []
         for _ in range(args.repeats):
-            command = [*again(), *sys.argv[1:], "--way", way]
+            command = [*again(__spec__), *sys.argv[1:], "--way", way]
             out = subprocess.run(command, capture_output=True, text=True, check=False)
             if out.returncode != 0:
                 sys.exit(

@@ -238,7 +238,7 @@ def table() -> list[str]:
     """The table in Markdown, each package judged in a process of its own."""
     columns: dict[str, list[str]] = {}
     for package in PEERS:
-        words = [*again(), "--package", package]
+        words = [*again(__spec__), "--package", package]
         done = subprocess.run(words, timeout=900, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{package}: {done.stderr}")

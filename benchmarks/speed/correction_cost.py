@@ -247,7 +247,7 @@ def _rounds(names: list[str], path: str, rounds: int) -> dict[str, list[float]]:
 
 def _start(name: str, path: str) -> subprocess.Popen[str]:
     worker = subprocess.Popen(
-        [*again(), *sys.argv[1:], "--serve", name, "--model", path],
+        [*again(__spec__), *sys.argv[1:], "--serve", name, "--model", path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

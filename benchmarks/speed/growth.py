@@ -109,7 +109,7 @@ def main() -> None:
 
 def in_own_process(function: str, arguments: Sequence[Any]) -> tuple[float, float]:
     """(seconds, MiB): what is loaded for one size does not count for the next."""
-    command = [*again(), "--one", json.dumps([function, arguments])]
+    command = [*again(__spec__), "--one", json.dumps([function, arguments])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
     seconds, mib = json.loads(done.stdout.splitlines()[-1])
     print(function, arguments, f"{seconds:.3g} s, {mib:.0f} MiB", flush=True)

@@ -130,7 +130,7 @@ def run_kind(kind: str, args: argparse.Namespace, model: str) -> list[dict[str, 
     """Measure one kind in a process of its own; its rows."""
     settings = vars(args) | {"kind": kind, "model": model}
     env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)} | os.environ
-    command = [*again(), "--child", json.dumps(settings)]
+    command = [*again(__spec__), "--child", json.dumps(settings)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout_s)
     if done.returncode:
         sys.exit(f"the {kind} run failed:\n{done.stderr[-3000:]}")

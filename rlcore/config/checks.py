@@ -10,7 +10,7 @@ from math import isclose
 from typing import Literal
 
 from rlcore.config.combinations import check_combinations
-from rlcore.config.engines import check_engines
+from rlcore.config.engines import check_engines, check_engines_in_run
 from rlcore.config.kinds import (
     check_kinds,
     check_shares,
@@ -424,6 +424,7 @@ RULES = (
     _drafts,
     _heads,
     check_adapters,
+    check_engines_in_run,
     check_colocated,
     check_transport,
     check_gpu_shares,

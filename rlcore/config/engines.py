@@ -72,7 +72,6 @@ def check_engines(c: RunConfig) -> None:
     _check_methods(c)
     for key, spec, facts in engines(c):
         facts.refuse(spec, key)
-        facts.refuse_run(c, spec, key)
     for engine in engines(c):
         for name in engine.unread():
             default = type(engine.spec).model_fields[name].default
@@ -82,3 +81,9 @@ def check_engines(c: RunConfig) -> None:
                 f"{engine.key}.engine={engine.spec.engine}: leave it at {written(default)}, or "
                 f"name {name} in `facts.reads` of the engine's class if it does.",
             )
+
+
+def check_engines_in_run(c: RunConfig) -> None:
+    """Raise UserError for settings of an engine that do not fit the rest of the run."""
+    for key, spec, facts in engines(c):
+        facts.refuse_run(c, spec, key)
