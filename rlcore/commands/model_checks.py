@@ -59,7 +59,8 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
         _check_heads(f"actor.{label}", model, actor, path)
         lora = config.learner.lora
         adapter = lora is not None and lora.publish == "adapter"
-        check_recurrent(model, actor, key=f"actor.{label}", path=path, adapter=adapter)
+        used = {"adapter": adapter, "bitwise": config.bitwise}
+        check_recurrent(model, actor, key=f"actor.{label}", path=path, **used)
         if (proposing := actor.speculate) is not None:
             key, what = f"actor.{label}.speculate.path", "tokens that it proposes"
             proposer = _compatible(config, key, proposing.path, size, tokenizer, what)
@@ -180,6 +181,11 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
             actor.kind != "bf16" or actor.rounding != "none",
             f"{whose}, which actor.{label} with kind={actor.kind} and rounding={actor.rounding} "
             "cannot serve yet: choose actor=bf16.",
+        )
+        refuse(
+            actor.activations != "none",
+            f"{whose}, which one kernel computes, and actor.{label}.activations="
+            f"{actor.activations} rounds what linear maps read: use activations=none.",
         )
     _check_experts_on_gpus(config, whose)
 

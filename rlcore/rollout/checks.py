@@ -20,8 +20,8 @@ def check_model(job: EngineJob) -> None:
     """Raise UserError if the job's model cannot serve its episodes, ranks or policy."""
     config = read_config(job.model_path)
     check_length(config, job.max_len)
-    adapter = job.adapter is not None
-    check_recurrent(config, job.actor, key=job.key, path=job.model_path, adapter=adapter)
+    used = {"adapter": job.adapter is not None, "bitwise": job.bitwise}
+    check_recurrent(config, job.actor, key=job.key, path=job.model_path, **used)
     check_width(config, job.actor, key=job.key, path=job.model_path)
     check_vocabulary(job.model_path, job.policy_path)
     if (proposing := job.actor.speculate) is not None:
@@ -60,12 +60,15 @@ def check_recurrent(
     key: str,
     path: str | Path,
     adapter: bool = False,
+    bitwise: bool = False,
 ) -> None:
     """Raise UserError where an engine would compute a model wrong, or was not compared: settings
     with recurrent layers, families on a CPU, and settings of a model that the engine ignores."""
     recurrent, kind = is_recurrent(config), str(config.get("model_type"))
     unproven = {
         f"{key}.tensor_parallel={actor.tensor_parallel}": ("use 1", actor.tensor_parallel > 1),
+        f"{key}.kind=sparse": ("choose actor=bf16", actor.sparse is not None),
+        "bitwise=true": ("use false", bitwise),
         f"{key}.speculate": ("remove it", actor.on_cpu and actor.speculate is not None),
         f"{key}.fp8_kv_cache=true": ("use false", actor.on_cpu and actor.fp8_kv_cache),
         "learner.lora.publish=adapter": ("use merged", actor.on_cpu and adapter),

@@ -101,6 +101,7 @@ PREPARED = [
     (MOE + "learner.lora={}", "set learner.lora=null", "learner.lora=null"),
     (MOE + "critic=model algorithm=ppo", "choose a dense model", "model.path={model}"),
     (MOE + "actor=fp8", "choose actor=bf16", "actor=bf16"),
+    (MOE + "actor.bf16.activations=fp8", "use activations=none", "actor.bf16.activations=none"),
     (MOE + "actor.bf16.num_gpus=1 learner=gpu", "num_gpus=0", "actor.bf16.num_gpus=0"),
     (MOE + "actor.bf16.num_gpus=1 learner=gpu", "choose a dense model", "model.path={model}"),
     (PREPARE.replace("{model}", "{odd_moe}"), "choose a dense model", "model.path={model}"),

@@ -97,6 +97,7 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
         (MIXTURE, ["actor=fp8"], "choose actor=bf16"),
         (MIXTURE, ["actor=sparse"], "choose actor=bf16"),
         (MIXTURE, ["actor.bf16.rounding=int8"], "with kind=bf16 and rounding=int8"),
+        (MIXTURE, ["actor.bf16.activations=fp8"], "use activations=none"),
         (MIXTURE, ["actor.bf16.num_gpus=1"], "Set actor.bf16.num_gpus=0"),
         (MIXTURE, ["teacher=previous"], "not proven with teacher.kind=previous"),
         (MIXTURE, ["algorithm=ppo", "critic=model"], "not proven with critic.kind=model"),

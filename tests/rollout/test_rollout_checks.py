@@ -101,6 +101,10 @@ def test_families_with_recurrent_layers_that_an_engine_on_a_cpu_serves(config):
     [
         ({"speculate": {"path": "D"}}, "speculate is not proven .* M has: remove it"),
         ({"fp8_kv_cache": True, "num_gpus": 0}, "fp8_kv_cache=true is not .*: use false"),
+        (
+            {"kind": "sparse", "sparse": {"block_size": 16, "blocks": 4}},
+            "kind=sparse is not .*: choose actor=bf16",
+        ),
     ],
 )
 @pytest.mark.parametrize("config", HYBRIDS)
@@ -110,9 +114,11 @@ def test_settings_that_were_not_compared_with_recurrent_layers(config, actor, se
     check_recurrent({"model_type": "llama"}, ActorSpec(**actor), key="a.b", path="M")
 
 
-def test_an_adapter_is_not_published_to_recurrent_layers():
+def test_parts_that_were_not_compared_with_recurrent_layers():
     with pytest.raises(UserError, match=r"learner\.lora\.publish=adapter .*: use merged"):
         check_recurrent(HYBRIDS[0], ActorSpec(), key="a.b", path="M", adapter=True)
+    with pytest.raises(UserError, match=r"bitwise=true is not proven .*: use false"):
+        check_recurrent(HYBRIDS[0], ActorSpec(), key="a.b", path="M", bitwise=True)
 
 
 def test_a_family_that_an_engine_on_a_cpu_computes_wrong():
