@@ -126,7 +126,7 @@ def test_a_key_that_is_not_set_ends_the_command_at_once(installed, tmp_path, mon
         "task.rewards.r={http: {url: 'http://127.0.0.1:9/', api_key_env: JUDGE_KEY}}",
     )
     assert run.wait() == 2
-    assert "task.rewards.r.http.api_key_env=JUDGE_KEY names a variable that is not set" in run.text
+    assert "task.rewards.r.http.api_key_env=JUDGE_KEY names a variable that the graders" in run.text
     assert not (tmp_path / "run").exists()
 
 
