@@ -570,6 +570,7 @@ FILES: list[Case] = [
     ("out=FOLDER", imported(TRL, "old"), imported(TRL)),
     ("cannot be read", imported("a: ["), imported(TRL)),
     ("give a YAML", imported("a: 1\n"), imported(TRL)),
+    ("or give a file of verl", imported("gconfig: {n_samples: 4}"), imported(TRL)),
     ("model_type=llada", masked(model_type="x"), masked()),
     ("only scale_logits=False", masked(scale_logits=True), masked(scale_logits=False)),
     ("must be equal", masked(embedding_size=16), masked(embedding_size=8)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def translate(source: Source, given: Given) -> Translation:
         elif harmless(source, key) and key not in REASONS:
             lost.append(Left(key, value, "changes nothing that is learned"))
         else:
-            t.leave(key, REASONS.get(key, UNKNOWN))
+            computed = "only running the script would give them: give these settings"
+            t.leave(key, computed if key.startswith("**") else REASONS.get(key, UNKNOWN))
     return Translation(t.values, t.options, lost, t.left, covered)
 
 
@@ -76,7 +78,12 @@ def _covered(t: Translator, key: str, value: Any) -> str | None:
         return "so here, too"
     if key.startswith(("critic.", "trainer.critic.")) and t.options.get("critic") is None:
         return "unread there, as no critic is trained"
+    if key == "config_path" or (key == "config_name" and _SHIPPED.fullmatch(str(value))):
+        return "the trainer's defaults are taken"
     return COVERED.get(key)
+
+
+_SHIPPED = re.compile(r"(\w+_)?ppo(_megatron)?(_\w+)?_trainer(\.ya?ml)?")
 
 
 def _neutral(value: Any) -> Any:

@@ -90,6 +90,9 @@ def schedule(t: Translator, steps: int) -> None:
         t.values["schedule.max_staleness"] = lag.eta
         t.values["schedule.on_publish"] = "in_flight" if lag.in_flight else "finish"
     publish = steps if lag is None or lag.publish is None else lag.publish
+    # the fully asynchronous program of verl counts publications
+    if (every := t.number("rollout.test_freq", 0)) > 0:
+        t.values["evaluation.every"] = int(every * publish)
     if publish > 1:
         t.values["schedule.steps_per_publish"] = publish
         if t.options["schedule"] != "async":

@@ -11,6 +11,7 @@ from rlcore.extras.foreign_translator import Translator
 _VERL = "algorithm.rollout_correction."
 _SKY = f"{SKY_LOSS}.off_policy_correction."
 _REJECTIONS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+_REJECTIONS |= {level: level for level in _REJECTIONS.values()}  # older names
 
 
 def correction(t: Translator) -> None:
@@ -22,6 +23,7 @@ def correction(t: Translator) -> None:
                 f"{_VERL}rollout_is",
                 "unread there, as bypass_mode has the ratio to the sampler in the loss",
             )
+        chosen |= _rejections(t) if t.source == "verl" else {}
     else:
         how = {
             "verl": _verl_weights,

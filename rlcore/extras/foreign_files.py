@@ -16,11 +16,17 @@ from rlcore.config.sentences import one_line
 from rlcore.errors import UserError
 from rlcore.extras.foreign_keys import ENTRIES, SOURCES, Source
 from rlcore.extras.foreign_meanings import PROGRAMS, SWITCHES
+from rlcore.extras.foreign_shell import integer, value_of
 from rlcore.extras.foreign_shell import settings as settings_of_script
-from rlcore.extras.foreign_shell import value_of
 
 Given = dict[str, Any]
 PACKAGES = {"openrlhf": "openrlhf", "skyrl": "skyrl", "prime_rl": "prime_rl", "verl": "verl."}
+
+# Beginnings of keys that only trainers have which are not read: their other names look like ours.
+OTHERS = {
+    "AReaL": ("gconfig.", "rollout.max_head_offpolicyness", "actor.use_decoupled_loss"),
+    "NeMo-RL": ("grpo.num_", "grpo.async_grpo", "loss_fn.ratio_clip"),
+}
 
 
 def read(path: str) -> tuple[Source, Given]:
@@ -73,6 +79,13 @@ def _names(source: Source) -> Iterator[list[str]]:
 
 
 def _source(given: Given, text: str, path: str) -> Source:
+    for name, keys in OTHERS.items():
+        if any(key.startswith(keys) for key in given):
+            raise UserError(
+                f"{path} is not accepted: it is of {name}, which import-config does not read; "
+                "docs/coming-from.md has a table of keys to set by hand, or give a file of verl, "
+                "TRL, OpenRLHF, SkyRL or prime-rl."
+            )
     known = {source: {n for names in _names(source) for n in names} for source in SOURCES}
     for source in ("openrlhf", "skyrl"):  # verl has names of the same form
         if source in text.lower() and len(known[source] & set(given)) > 1:
@@ -96,8 +109,6 @@ def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 # -- Python scripts --------------------------------------------------------------------------------
 
-_COMPUTED = "$computed"  # in the place of a value that only running the script would give
-
 
 def _of_python(text: str, path: str) -> Given:
     """Arguments of a script's `GRPOConfig(...)`, `GRPOTrainer(...)`, `load_dataset(...)` and
@@ -106,24 +117,35 @@ def _of_python(text: str, path: str) -> Given:
     names = {
         target.id: node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
+    imported = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom))
+    aliases = {a.asname: a.name for n in imported for a in n.names if a.asname}
     given: Given = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            given |= _of_call(node, names, tree, path)
+            called = ast.unparse(node.func).rpartition(".")[2]
+            given |= _of_call(aliases.get(called, called), node, names, tree, path)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             field = node.targets[0]
-            if isinstance(field.value, ast.Name) and field.value.id in ("training_args", "args"):
+            if isinstance(field.value, ast.Name) and _configured(field.value.id, names):
                 given[field.attr] = _literal(node.value, names)
     return given
 
 
-def _of_call(node: ast.Call, names: dict[str, ast.expr], tree: ast.Module, path: str) -> Given:
-    called = ast.unparse(node.func).rpartition(".")[2]
-    given = {k.arg: _literal(k.value, names) for k in node.keywords if k.arg is not None}
+def _configured(name: str, names: dict[str, ast.expr]) -> bool:
+    """True for a variable that holds a configuration."""
+    value = names.get(name)
+    made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    return name in ("training_args", "args") or made.endswith(("GRPOConfig", "RLOOConfig"))
+
+
+def _of_call(
+    called: str, node: ast.Call, names: dict[str, ast.expr], tree: ast.Module, path: str
+) -> Given:
+    given = _keywords(node, names)
     if re.fullmatch(r"\w*(GRPO|RLOO)Config", called):
         return given
     if called == "LoraConfig":
@@ -135,31 +157,73 @@ def _of_call(node: ast.Call, names: dict[str, ast.expr], tree: ast.Module, path:
     if re.fullmatch(r"\w*(GRPO|RLOO)Trainer", called):
         found = {"model_name_or_path": given["model"]} if "model" in given else {}
         for functions in (k.value for k in node.keywords if k.arg == "reward_funcs"):
-            found["reward_funcs"] = _functions(functions, tree, path)
+            found["reward_funcs"] = _functions(functions, names, tree, path)
         return found
     return {}
+
+
+def _keywords(call: ast.Call, names: dict[str, ast.expr]) -> Given:
+    """Arguments by keyword, and those that `**settings` stands for."""
+    given: Given = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            given |= _unpacked(keyword.value, names)
+        else:
+            given[keyword.arg] = _literal(keyword.value, names)
+    return given
+
+
+def _unpacked(node: ast.expr, names: dict[str, ast.expr]) -> Given:
+    """The entries of a dictionary; of one that only running the script would give, its words."""
+    if isinstance(node, ast.Name) and node.id in names:
+        others = {name: value for name, value in names.items() if name != node.id}
+        return _unpacked(names[node.id], others)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        return _keywords(node, names)
+    if not isinstance(node, ast.Dict):
+        return {f"**{ast.unparse(node)}": _computed(node)}
+    given: Given = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        if isinstance(key, ast.Constant):
+            given[str(key.value)] = _literal(value, names)
+        else:
+            given |= _unpacked(value, names) if key is None else _unpacked(key, {})
+    return given
 
 
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha"}
 
 
-def _functions(node: ast.expr, tree: ast.Module, path: str) -> Any:
+def _functions(node: ast.expr, names: dict[str, ast.expr], tree: ast.Module, path: str) -> Any:
     """Reward functions as "file.py:name" or "package.module:name"."""
+    if isinstance(node, ast.Name) and isinstance(names.get(node.id), ast.List | ast.Tuple):
+        node = names[node.id]
     listed: Iterable[ast.expr] = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    places = {n.name: path for n in tree.body if isinstance(n, ast.FunctionDef)}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    places = {n.name: path for n in tree.body if isinstance(n, functions)}
     for imported in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)):
         places |= {a.asname or a.name: str(imported.module) for a in imported.names}
     found = [f"{places.get(name)}:{name}" for name in map(ast.unparse, listed) if name in places]
     if len(found) < len(list(listed)):
-        return _COMPUTED
+        return _computed(node)
     return found if isinstance(node, ast.List | ast.Tuple) else found[0]
 
 
 def _literal(node: ast.expr, names: dict[str, ast.expr]) -> Any:
-    """The value of an expression, of a name that is assigned one, or `_COMPUTED`."""
+    """The value of an expression, of a name that is assigned one, or its words."""
     if isinstance(node, ast.Name) and node.id in names:
         node = names[node.id]
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):
-        return _COMPUTED
+        pass
+    try:
+        return integer(node)
+    except (ValueError, ArithmeticError):
+        return _computed(node)
+
+
+def _computed(node: ast.expr) -> str:
+    """In the place of a value that only running the script would give: its words in `$()`."""
+    words = " ".join(ast.unparse(node).split())
+    return f"$({words if len(words) < 60 else 'computed'})"

@@ -36,6 +36,7 @@ SWITCHES: Mapping[Source, tuple[str, ...]] = {
         "trainer.v1.colocate_async.parameter_sync_step",
         "trainer.v1.sampler.max_off_policy_threshold",
         "rollout.total_rollout_steps",
+        "rollout.test_freq",
         "critic.optim.lr",
         "$one_step_off",
     ),
@@ -154,7 +155,7 @@ PROGRAMS: Mapping[Source, Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "trl": {
-        r"\bAsync(GRPO|RLOO)Config\(": {
+        r"(?m)^[^#\n]*\b(Async(GRPO|RLOO)(Config|Trainer)\b|async_(grpo|rloo)\.py)": {
             "max_staleness": 4,
             "max_completion_length": 2048,
             "lr_scheduler_type": "constant",
@@ -197,6 +198,8 @@ REASONS: Mapping[str, str] = {
     "environment.env_class": "its environment rewards there: give task.args.grader",
     "orchestrator.train.source": "its environments: give a task or an environment",
     "trainer.total_epochs": "a run has optimizer steps: schedule.steps",
+    "rollout.total_epochs": "a run has optimizer steps: schedule.steps",
+    "config_name": "its file is not read: import it, too, and compare",
     "trainer.epochs": "a run has optimizer steps: schedule.steps",
     "num_train_epochs": "a run has optimizer steps: schedule.steps",
     "num_episodes": "a run has optimizer steps: schedule.steps",

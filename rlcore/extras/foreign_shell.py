@@ -153,18 +153,19 @@ def _sum(text: str, variables: Mapping[str, str]) -> str:
         if not re.search(r"[A-Za-z]", inner):
             break
     try:
-        return str(_integer(ast.parse(inner.replace("/", "//"), mode="eval").body))
+        return str(integer(ast.parse(inner.replace("/", "//"), mode="eval").body))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError):
         return text
 
 
-def _integer(node: ast.expr) -> int:
+def integer(node: ast.expr) -> int:
+    """The value of a sum of whole numbers. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_integer(node.operand)
+        return -integer(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_integer(node.left), _integer(node.right))
+        return _OPERATIONS[type(node.op)](integer(node.left), integer(node.right))
     raise ValueError(ast.unparse(node))
 
 

@@ -63,7 +63,10 @@ class Translator:
         return self.on(by_source.get(self.source, ""))
 
     def number(self, key: str, default: float) -> float:
+        """A number of the file; the default also where only running the file would give it."""
         value = self.given.get(key, default)
+        if isinstance(value, str) and "$" in value and all(key != left.key for left in self.left):
+            self.leave(key, f"holds a variable: taken as {default:g}")
         return float(value) if isinstance(value, int | float) else default
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.errors import UserError
 from rlcore.extras.foreign import import_config, translate
 from rlcore.extras.foreign_files import read
 from rlcore.extras.foreign_harmless import DANGER, NAMES
@@ -239,3 +240,58 @@ def test_what_a_function_uses_goes_with_it_and_nothing_else():
     cut, missing = source_of(text, ["score"])
     assert missing == [] and "print" not in cut and "OTHER" not in cut
     assert cut.index("SCALE") < cut.index("class Mark") < cut.index("@staticmethod")
+
+
+SETTINGS = """
+from trl.experimental.async_grpo import AsyncGRPOConfig as Config
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+async def right(completions, answer, **kwargs):
+    return [float(a in c) for c, a in zip(completions, answer)]
+
+rewards = [right]
+base = {"learning_rate": 3e-6, "max_completion_length": 2 * 512}
+args = Config(
+    **{**base, "num_generations": 4}, **dict(temperature=0.5), weight_sync_steps=n, **more()
+)
+args.max_steps = 7
+AsyncGRPOTrainer(model="m", args=args, reward_funcs=rewards)
+"""
+
+
+def test_settings_that_a_script_unpacks_are_read_or_left_to_the_user(tmp_path):
+    (script := tmp_path / "run.py").write_text(SETTINGS)
+    found = translate(*read(str(script)))
+    assert found.values["learner.lr"] == 3e-6 and found.values["rollout.temperature"] == 0.5
+    assert found.values["rollout.max_new_tokens"] == 1024 and found.values["schedule.steps"] == 7
+    assert found.values["rollout.samples_per_prompt"] == 4
+    assert found.options["schedule"] == "async"
+    assert found.values["task.args.grader"] == [f"{script}:right"]
+    left = {each.key: each for each in found.left}
+    assert "only running the script" in left["**more()"].reason
+    assert left["weight_sync_steps"].value == "$(n)"
+    assert left["weight_sync_steps"].reason == "holds a variable: taken as 1"
+
+
+def test_a_rejection_next_to_verls_ratio_to_the_sampler_is_kept(tmp_path):
+    (script := tmp_path / "run.sh").write_text(
+        f"{FULLY.rstrip()} --config-path=config --config-name='fully_async_ppo_trainer.yaml' "
+        "rollout.test_freq=5 rollout.total_epochs=3 data.val_files=v.parquet "
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1 "
+        "algorithm.rollout_correction.rollout_rs_threshold=0.99_1.01"
+    )
+    found = translate(*read(str(script)))
+    assert found.values["algorithm.ratio_to"] == "p_inf"
+    assert found.options["correction"] == ["mis"]
+    assert found.values["correction.mis.level"] == "geometric"
+    assert found.values["evaluation.every"] == 20  # 5 publications of 4 steps
+    left = {each.key for each in found.left}
+    assert not left & {"config_path", "config_name", "rollout.test_freq"}
+
+
+def test_trainers_that_are_not_read_are_named(tmp_path):
+    (areal := tmp_path / "areal.yaml").write_text(
+        "seed: 1\ngconfig: {n_samples: 4}\nactor: {eps_clip: 0.4}\nrollout: {temperature: 1.0}"
+    )
+    with pytest.raises(UserError, match="is of AReaL, which import-config does not read"):
+        read(str(areal))
