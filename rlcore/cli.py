@@ -123,7 +123,19 @@ def _config_dir(words: Sequence[str]) -> str | None:
     return values[-1] if values else None
 
 
+def _require_run(given: Given) -> None:
+    """Raise UserError if a run is to be resumed that is not there, by words that begin no other."""
+    folder, more = given.setting("run_dir"), {w.partition("=")[0] for w in given.settings}
+    resumes = given.setting("resume") == "auto" and more == {"run_dir", "resume"}
+    if resumes and not (Path(str(folder)) / "config.yaml").is_file():
+        raise UserError(
+            f"run_dir={folder} holds no run to resume: it has no config.yaml; name the folder of a "
+            "run, or the settings of a new one, such as experiment=quickstart."
+        )
+
+
 def _train(given: Given) -> int:
+    _require_run(given)
     if given.flag("dry_run"):
         from rlcore.config.verbs import FORECAST
 

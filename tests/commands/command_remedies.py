@@ -202,6 +202,11 @@ OTHERS = [
     ("try experiment=tools_quickstart served=x", "add url=URL", "url=http://127.0.0.1:1/v1"),
     ("prepare-run run_dir={run} experiment=quickstart", "choose another folder", "run_dir=new"),
     ("prepare-run run_dir={run} experiment=quickstart", "resume=auto", "resume=auto"),
+    (
+        "train run_dir=nowhere resume=auto dry_run=true",
+        "holds no run to resume",
+        "experiment=quickstart",
+    ),
     ("watch once=true run_dir=nowhere", "holds no run: it has no", "run_dir={run}"),
     ("watch once=true", "give run_dir=DIR", "run_dir={run}"),
     ("report {run} y=reward/mean", "format=svg, pdf or csv", "format=csv"),
