@@ -196,6 +196,7 @@ def test_every_role_without_resources_runs_beside_the_driver(monkeypatch):
 def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monkeypatch, capfd):
     """SIGTERM ends it, and nothing is printed: Ray's handler of C++ would print a stack."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    kept = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's, where another test started it
     driver = psutil.Process()
     before = set(driver.children(recursive=True))  # of tests that ran earlier
     with (
@@ -224,6 +225,7 @@ def test_a_local_cluster_has_no_dashboard_and_ends_its_own_processes_alone(monke
     finally:
         other.kill()
         other.wait()
+        signal.signal(signal.SIGTERM, kept)
 
 
 class Head:

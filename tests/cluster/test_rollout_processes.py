@@ -13,7 +13,7 @@ import pytest
 import ray
 from timing import deadline, wait_for_end
 
-from rlcore.cluster import start
+from rlcore.cluster import teacher_engines
 from rlcore.cluster.clients import RayRolloutActor
 from rlcore.cluster.clients.rollout import PendingReply
 from rlcore.cluster.ray_cluster import cluster
@@ -258,7 +258,7 @@ class Teaching(TeacherActor):
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_teacher_s_engine_that_dies_or_stops_is_replaced_and_scores_again(monkeypatch, sent):
     """Nobody waits beyond the deadline meanwhile, and records without scores go on."""
-    monkeypatch.setattr(start, "TeacherActor", Teaching)
+    monkeypatch.setattr(teacher_engines, "TeacherActor", Teaching)
     notes = []
     job = EngineJob(ActorSpec(), "teacher", "", max_len=8, logprobs_k=1)
     hang_s = deadline(3)

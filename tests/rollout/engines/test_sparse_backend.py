@@ -165,6 +165,7 @@ def test_resubmitted_requests_keep_their_prompt_length(runs, models, name):
 
 
 def test_on_a_gpu_the_backend_that_is_replaced_is_asked_for_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 8}')
     rule = SparseSpec(block_size=32, blocks=4)
     for gpus, backend in ((1, "FLASH_ATTN"), (0, "None")):
         actor = ActorSpec(kind="sparse", sparse=rule, num_gpus=gpus)
