@@ -15,7 +15,13 @@ from rlcore.commands.derived import evaluation_actor
 from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
-from rlcore.models.folder import ATTENTION_FILE, is_masked, read_config, weight_files
+from rlcore.models.folder import (
+    ATTENTION_FILE,
+    is_masked,
+    read_config,
+    refuse_odd_logits,
+    weight_files,
+)
 from rlcore.models.routes import route_bytes
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
@@ -404,20 +410,9 @@ def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
     check_replay(config, policy)
     check_experts(config, policy)
     check_patches(config, policy)
-    _check_logit_cap(path, policy)
+    refuse_odd_logits(path, policy)
     check_length(policy, config.model.max_len, whose=f"model.path={path}")
     return policy
-
-
-def _check_logit_cap(path: str, policy: Mapping[str, Any]) -> None:
-    """Refuse a model whose attention caps its logits, as Gemma 2's does; the learner would."""
-    cap = policy.get("attn_logit_softcapping")
-    refuse(
-        bool(cap),
-        f"model.path={path} is not supported: its attention caps its logits "
-        f"(attn_logit_softcapping={cap}), which no learner.attention computes; choose another "
-        "model.",
-    )
 
 
 def _draft(

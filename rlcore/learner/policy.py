@@ -26,7 +26,7 @@ from rlcore.learner.ranks import Shards
 from rlcore.learner.recurrent import ARGUMENT as ROWS
 from rlcore.learner.recurrent import SequenceRows, separate
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
-from rlcore.models.folder import register_architecture, without_dropout
+from rlcore.models.folder import refuse_odd_logits, register_architecture, without_dropout
 from rlcore.reasons import message_of
 from rlcore.types import TokenScores
 
@@ -35,8 +35,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Literal["sdpa", "varlen", "fa4", "flash_attention_2"]
 # before the name of an attention, where it exchanges the positions that other ranks hold
 IN_PARTS = "in_parts_"
-# settings of configurations by which a head does more to its logits than one product
-_SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_causal_lm(
@@ -95,13 +93,10 @@ def load_causal_lm(
             f"model.path={path} cannot be loaded as a causal model with learner.attention="
             f"{attention}: {said}; choose another model."
         ) from e
-    _refuse_odd_head(path, lm)
-    loaded: Any = lm.config
-    if cap := getattr(loaded.get_text_config(), "attn_logit_softcapping", None):
+    refuse_odd_logits(path, config.get_text_config().to_dict())
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
         raise UserError(
-            f"model.path={path} is not supported: its attention caps its logits "
-            f"(attn_logit_softcapping={cap:g}), which no learner.attention computes; choose "
-            "another model."
+            f"model.path={path} is not supported: its LM head has a bias; choose another model."
         )
     return lm
 
@@ -123,15 +118,6 @@ def _implementation(attention: Attention, sparse: bool) -> str:
         return register(attention)
     packed = {"varlen": register_varlen, "fa4": register_fa4}
     return packed[attention]() if attention in packed else attention
-
-
-def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:
-    """Raise UserError for a head that computes anything but hidden @ weight.T."""
-    odd = [k for k in _SCALED_LOGITS if getattr(lm.config, k, None) not in (None, 0, 1)]
-    if getattr(lm.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
-        odd.append("a bias")
-    if odd:
-        raise UserError(f"model.path={path} is not supported: its LM head has {odd[0]}.")
 
 
 # families whose masks transformers makes without positions: packed sequences would attend to others

@@ -279,7 +279,7 @@ def refuse_odd_passes(lm: Any, path: str, *, divided: bool, device: torch.device
     if float(off) > _LOGP_TOLERANCE[lm.dtype]:
         raise UserError(
             f"model.path={path} is not supported: its LM head is not one product with its weights "
-            f"(log-probs differ by {float(off):.2g}), as with soft-capped or scaled logits."
+            f"(log-probs differ by {float(off):.2g}), as with scaled logits; choose another model."
         )
     _refuse_odd_attention(lm, path, device)
 

@@ -22,6 +22,8 @@ ATTENTION_FILE = "rlcore.json"  # of an exported folder: the sparse attention it
 # registers it there. All are masked-diffusion models.
 ARCHITECTURES = {"llada": "rlcore.extras.diffusion.llada:LladaForMaskedDiffusion"}
 
+# settings of configurations by which a head does more to its logits than one product
+_SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 # parts of the names of dropout probabilities in configurations (GPT-2's are attn_pdrop, ...)
 _DROPOUT = ("dropout", "pdrop", "layerdrop")
 _T = TypeVar("_T")
@@ -49,6 +51,22 @@ def is_recurrent(config: Mapping[str, Any]) -> bool:
     state-space models, short convolutions."""
     kinds = {kind for name in _LAYER_LISTS for kind in config.get(name) or ()}
     return bool(kinds & {*_RECURRENT}) or any(config.get(key) for key in _STATES)
+
+
+def refuse_odd_logits(path: str | Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a configuration whose head does more to its logits than one product with
+    its weights, or whose attention caps its own."""
+    odd = next((k for k in _SCALED_LOGITS if config.get(k) not in (None, 0, 1)), None)
+    if odd is not None:
+        raise UserError(
+            f"model.path={path} is not supported: its LM head has {odd}; choose another model."
+        )
+    if cap := config.get("attn_logit_softcapping"):
+        raise UserError(
+            f"model.path={path} is not supported: its attention caps its logits "
+            f"(attn_logit_softcapping={cap:g}), which no learner.attention computes; choose "
+            "another model."
+        )
 
 
 def register_architecture(model_path: str | Path) -> None:

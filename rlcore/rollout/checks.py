@@ -46,9 +46,12 @@ REFUSED_ON_CPU = {
 # Why engines of vLLM 0.32 on CPUs do not serve other models right, likewise
 WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
 # settings of config.json that vLLM 0.32 does not read, by model_type, with those it computes
+_ALL_STEPS = {"time_step_limit": [0.0, float("inf")]}
 UNREAD: Mapping[str, Mapping[str, Any]] = {
+    "falcon_h1": _ALL_STEPS,
+    "granitemoehybrid": {"mamba_n_groups": 1, **_ALL_STEPS},
     "lfm2": {"tie_word_embeddings": True, "tie_embedding": True},
-    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None, "rms_norm_eps": 1e-5},
     "qwen2_moe": {"use_sliding_window": False},
 }
 
@@ -81,7 +84,7 @@ def check_recurrent(
     if actor.engine != "vllm":
         return
     for name, computed in UNREAD.get(kind, {}).items():
-        if (given := config.get(name, computed)) != computed:
+        if (given := _plain(config.get(name, computed))) != computed:
             raise UserError(
                 f"{key}.engine=vllm computes a {kind} with {name}={json.dumps(computed)}, and "
                 f"{path} has {json.dumps(given)}: choose another model."
@@ -100,6 +103,13 @@ def check_recurrent(
             f"(model_type={kind}), with vLLM 0.32: {why}; choose a model whose layers all attend, "
             f"or one of {', '.join(RECURRENT_ON_CPU)}."
         )
+
+
+def _plain(value: Any) -> Any:
+    """A setting with infinite numbers as such, for which transformers writes {"__float__": ...}."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
 def check_width(config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path) -> None:

@@ -59,14 +59,20 @@ def test_all_faults_of_a_run_are_named_together(command, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_capped_attention_is_refused_before_anything_starts(tmp_path):
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("attn_logit_softcapping", 50.0, "attn_logit_softcapping=50"),
+        ("logits_scaling", 8.0, "LM head has logits_scaling; choose another model"),
+        ("lm_head_multiplier", 0.02, "LM head has lm_head_multiplier; choose another model"),
+    ],
+)
+def test_odd_logits_are_refused_before_anything_starts(tmp_path, setting, value, said):
     build_fresh_model(tmp_path / "model", "0123456789=", SMALL, seed=0, max_len=512)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    capped = config | {"attn_logit_softcapping": 50.0}
-    (tmp_path / "model/config.json").write_text(json.dumps(capped))
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {setting: value}))
     words = ["experiment=quickstart", "model=path", "model.path=model", "model.max_len=64"]
-    said = refused(dry_run, [*words, "run_dir=run", "logging.wandb=disabled"])
-    assert "attn_logit_softcapping=50" in said
+    assert said in refused(dry_run, [*words, "run_dir=run", "logging.wandb=disabled"])
 
 
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path):

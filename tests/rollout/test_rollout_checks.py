@@ -150,7 +150,11 @@ def test_heads_of_a_width_that_an_engine_on_a_cpu_has():
         ("lfm2", "tie_word_embeddings", True, False),
         ("olmoe", "norm_topk_prob", False, True),
         ("olmoe", "clip_qkv", None, 8.0),
+        ("olmoe", "rms_norm_eps", 1e-5, 1e-6),
         ("qwen2_moe", "use_sliding_window", False, True),
+        ("granitemoehybrid", "mamba_n_groups", 1, 2),
+        ("falcon_h1", "time_step_limit", [0.0, {"__float__": "Infinity"}], [0.0, 0.1]),
+        ("granitemoehybrid", "time_step_limit", [0.0, float("inf")], [0.001, 0.1]),
     ],
 )
 def test_a_setting_that_an_engine_does_not_read(kind, name, computed, other):
