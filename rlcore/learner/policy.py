@@ -94,7 +94,7 @@ def load_causal_lm(
             f"{attention}: {said}; choose another model."
         ) from e
     refuse_odd_logits(path, config.get_text_config().to_dict())
-    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
         raise UserError(
             f"model.path={path} is not supported: its LM head has a bias; choose another model."
         )

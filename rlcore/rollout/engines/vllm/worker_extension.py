@@ -301,7 +301,7 @@ def keep_published(
 
 def _as_published(param: Any) -> torch.Tensor:
     """The weight that was published to a parameter, if it holds that; else the parameter."""
-    loader = getattr(param, "weight_loader", None)
+    loader: Any = getattr(param, "weight_loader", None)
     published: torch.Tensor | None = getattr(loader, "published", None)
     if published is None or not torch.equal(loader.function(published), param):
         return param
