@@ -42,8 +42,13 @@ SECTIONS = [
     ),
     (
         "correction=[centre,tis] correction.tis.level=sequence",
-        "Use tis",
+        "use tis",
         "correction.tis.level=token",
+    ),
+    (
+        "learner.offload_while_sampling=true",
+        "leave it false",
+        "learner.offload_while_sampling=false",
     ),
     ("correction=[centre] algorithm=gspo", "use algorithm.loss=ppo", "algorithm.loss=ppo"),
     (PHASES, "leave steps_per_phase null", "schedule.steps_per_phase=null"),
