@@ -45,14 +45,29 @@ REFUSED_ON_CPU = {
 
 # Why engines of vLLM 0.32 on CPUs do not serve other models right, likewise
 WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
-# settings of config.json that vLLM 0.32 does not read, by model_type, with those it computes
-_ALL_STEPS = {"time_step_limit": [0.0, float("inf")]}
-UNREAD: Mapping[str, Mapping[str, Any]] = {
-    "falcon_h1": _ALL_STEPS,
-    "granitemoehybrid": {"mamba_n_groups": 1, **_ALL_STEPS},
-    "lfm2": {"tie_word_embeddings": True, "tie_embedding": True},
-    "olmoe": {"norm_topk_prob": False, "clip_qkv": None, "rms_norm_eps": 1e-5},
-    "qwen2_moe": {"use_sliding_window": False},
+# Settings of config.json that either vLLM 0.32 or transformers does not read, by model_type, with
+# the values that both compute: the first where a folder has none
+_ALL_STEPS = {"time_step_limit": ([0.0, float("inf")],)}
+_GATED = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("silu", "swish"),
+    "layer_scale": (False,),
+    "is_causal": (True,),
+    "qkv_bias": (False,),
+    "dual_chunk_attention_config": (None,),
+}
+UNREAD: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "falcon_h1": {"mamba_norm_before_gate": (False,), **_ALL_STEPS},
+    "granitemoehybrid": {"mamba_n_groups": (1,), "partial_rotary_factor": (1.0,), **_ALL_STEPS},
+    "lfm2": {
+        "tie_word_embeddings": (True,),
+        "tie_embedding": (True,),
+        "partial_rotary_factor": (1.0,),
+    },
+    "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,), "rms_norm_eps": (1e-5,)},
+    "qwen2_moe": {"use_sliding_window": (False,), "dual_chunk_attention_config": (None,)},
+    "qwen3_5_text": _GATED,
+    "qwen3_next": {"tie_word_embeddings": (False,), **_GATED},
 }
 
 
@@ -83,8 +98,12 @@ def check_recurrent(
             )
     if actor.engine != "vllm":
         return
-    for name, computed in UNREAD.get(kind, {}).items():
-        if (given := _plain(config.get(name, computed))) != computed:
+    read = {**config, **(config.get("rope_parameters") or {})}
+    if kind == "falcon_h1":  # whose gated norm is off by default, and on would come before the gate
+        normed = config.get("mamba_rms_norm", False)
+        read["mamba_norm_before_gate"] = normed and config.get("mamba_norm_before_gate", True)
+    for name, (computed, *alike) in UNREAD.get(kind, {}).items():
+        if (given := _plain(read.get(name, computed))) not in (computed, *alike):
             raise UserError(
                 f"{key}.engine=vllm computes a {kind} with {name}={json.dumps(computed)}, and "
                 f"{path} has {json.dumps(given)}: choose another model."

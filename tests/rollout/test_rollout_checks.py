@@ -155,6 +155,10 @@ def test_heads_of_a_width_that_an_engine_on_a_cpu_has():
         ("granitemoehybrid", "mamba_n_groups", 1, 2),
         ("falcon_h1", "time_step_limit", [0.0, {"__float__": "Infinity"}], [0.0, 0.1]),
         ("granitemoehybrid", "time_step_limit", [0.0, float("inf")], [0.001, 0.1]),
+        ("granitemoehybrid", "partial_rotary_factor", 1.0, 0.5),
+        ("qwen3_5_text", "output_gate_type", "swish", "sigmoid"),
+        ("qwen3_next", "attn_output_gate", True, False),
+        ("qwen3_next", "tie_word_embeddings", False, True),
     ],
 )
 def test_a_setting_that_an_engine_does_not_read(kind, name, computed, other):
@@ -164,6 +168,22 @@ def test_a_setting_that_an_engine_does_not_read(kind, name, computed, other):
             check_recurrent(config, actor, key="a.b", path="M")
         check_recurrent(config | {name: computed}, actor, key="a.b", path="M")
         check_recurrent({"model_type": kind}, actor, key="a.b", path="M")
+
+
+def test_settings_that_an_engine_reads_elsewhere_or_with_others():
+    falcon, lfm2 = {"model_type": "falcon_h1"}, {"model_type": "lfm2"}
+    for config, name in (
+        (falcon | {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        (lfm2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ):
+        with pytest.raises(UserError, match=rf"a\.b\.engine=vllm .* {name}=.*: choose another"):
+            check_recurrent(config, ActorSpec(), key="a.b", path="M")
+    for config in (
+        falcon | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        falcon | {"mamba_rms_norm": False, "mamba_norm_before_gate": True},
+        lfm2 | {"rope_parameters": {"rope_type": "default"}},
+    ):
+        check_recurrent(config, ActorSpec(), key="a.b", path="M")
 
 
 def test_attention_alone_is_no_recurrent_layer():
