@@ -12,6 +12,7 @@ from typing import Any
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.commands.derived import evaluation_actor
+from rlcore.config.combinations import FEATURES
 from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
@@ -32,6 +33,7 @@ from rlcore.rollout.checks import (
     check_length,
     check_recurrent,
     check_width,
+    refuse_with_states,
 )
 from rlcore.rollout.specs import ActorSpec
 from rlcore.serialization import record_bytes
@@ -44,11 +46,23 @@ MASKED_FOLDER = "rlcore.extras.diffusion.folder:check_masked"
 EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts")
 
 
+# features of `config/combinations.py` that no test has shown with recurrent layers, and remedies
+_WITHOUT_STATES = {
+    "ZeRO-3": "use 0, 1 or 2",
+    **dict.fromkeys(("parts of sequences", "parts of layers", "parts of experts"), "use 1"),
+    "FP8 products": "use none",
+    "adapters published alone": "use merged",
+    "trained draft": "leave it null",
+    "bitwise": "use false",
+}
+
+
 def check_models(config: RunConfig, tokenizer: Any) -> int:
     """Check the policy and every draft; returns the size of their vocabulary. `tokenizer`: the
     policy's. Raises UserError."""
     policy = _policy(config, tokenizer)
-    size = int(policy["vocab_size"])
+    size, unproven = int(policy["vocab_size"]), _unproven_with_states(config)
+    refuse_with_states(policy, config.model.path or "the fresh model", unproven)
     for label, actor in config.actor.items():
         model = policy
         if actor.draft_path is not None:
@@ -63,10 +77,8 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
             )
         path = actor.draft_path or config.model.path or "the fresh model"
         _check_heads(f"actor.{label}", model, actor, path)
-        lora = config.learner.lora
-        adapter = lora is not None and lora.publish == "adapter"
-        used = {"adapter": adapter, "bitwise": config.bitwise}
-        check_recurrent(model, actor, key=f"actor.{label}", path=path, **used)
+        check_recurrent(model, actor, key=f"actor.{label}", path=path)
+        refuse_with_states(model, path, unproven)
         if (proposing := actor.speculate) is not None:
             key, what = f"actor.{label}.speculate.path", "tokens that it proposes"
             proposer = _compatible(config, key, proposing.path, size, tokenizer, what)
@@ -84,6 +96,12 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
         key = f"evaluation.dense_actor, as actor.{next(iter(config.actor))}"
         _check_heads(key, policy, plain, config.model.path or "the fresh model")
     return size
+
+
+def _unproven_with_states(config: RunConfig) -> dict[str, str]:
+    """Remedies by a run's settings that no test has shown with recurrent layers."""
+    used = {FEATURES[name].setting(config): remedy for name, remedy in _WITHOUT_STATES.items()}
+    return {str(setting): remedy for setting, remedy in used.items() if setting}
 
 
 def within_vocabulary(config: RunConfig, size: int, say: Callable[[str], None]) -> RunConfig:

@@ -20,8 +20,7 @@ def check_model(job: EngineJob) -> None:
     """Raise UserError if the job's model cannot serve its episodes, ranks or policy."""
     config = read_config(job.model_path)
     check_length(config, job.max_len)
-    used = {"adapter": job.adapter is not None, "bitwise": job.bitwise}
-    check_recurrent(config, job.actor, key=job.key, path=job.model_path, **used)
+    check_recurrent(config, job.actor, key=job.key, path=job.model_path)
     check_width(config, job.actor, key=job.key, path=job.model_path)
     check_vocabulary(job.model_path, job.policy_path)
     if (proposing := job.actor.speculate) is not None:
@@ -54,48 +53,35 @@ _GATED = {
     "layer_scale": (False,),
     "is_causal": (True,),
     "qkv_bias": (False,),
-    "dual_chunk_attention_config": (None,),
 }
+_WHOLE = {"partial_rotary_factor": (1.0,)}
 UNREAD: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "falcon_h1": {"mamba_norm_before_gate": (False,), **_ALL_STEPS},
-    "granitemoehybrid": {"mamba_n_groups": (1,), "partial_rotary_factor": (1.0,), **_ALL_STEPS},
-    "lfm2": {
-        "tie_word_embeddings": (True,),
-        "tie_embedding": (True,),
-        "partial_rotary_factor": (1.0,),
-    },
+    "granitemoehybrid": {"mamba_n_groups": (1,), **_WHOLE, **_ALL_STEPS},
+    "lfm2": {"tie_word_embeddings": (True,), "tie_embedding": (True,), **_WHOLE},
     "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,), "rms_norm_eps": (1e-5,)},
-    "qwen2_moe": {"use_sliding_window": (False,), "dual_chunk_attention_config": (None,)},
+    "qwen2_moe": {"use_sliding_window": (False,), "qkv_bias": (True,)},
     "qwen3_5_text": _GATED,
     "qwen3_next": {"tie_word_embeddings": (False,), **_GATED},
 }
 
 
 def check_recurrent(
-    config: Mapping[str, Any],
-    actor: ActorSpec,
-    *,
-    key: str,
-    path: str | Path,
-    adapter: bool = False,
-    bitwise: bool = False,
+    config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: str | Path
 ) -> None:
     """Raise UserError where an engine would compute a model wrong, or was not compared: settings
     with recurrent layers, families on a CPU, and settings of a model that the engine ignores."""
     recurrent, kind = is_recurrent(config), str(config.get("model_type"))
     unproven = {
-        f"{key}.tensor_parallel={actor.tensor_parallel}": ("use 1", actor.tensor_parallel > 1),
-        f"{key}.kind=sparse": ("choose actor=bf16", actor.sparse is not None),
-        "bitwise=true": ("use false", bitwise),
-        f"{key}.speculate": ("remove it", actor.on_cpu and actor.speculate is not None),
-        f"{key}.fp8_kv_cache=true": ("use false", actor.on_cpu and actor.fp8_kv_cache),
-        "learner.lora.publish=adapter": ("use merged", actor.on_cpu and adapter),
+        f"{key}.tensor_parallel={actor.tensor_parallel}": actor.tensor_parallel > 1 and "use 1",
+        f"{key}.kind=sparse": actor.sparse is not None and "choose actor=bf16",
+        f"{key}.kind=fp8": actor.quantised_by_engine and "choose actor=bf16",
+        f"{key}.speculate": actor.speculate is not None and "remove it",
+        f"{key}.fp8_kv_cache=true": actor.fp8_kv_cache and "use false",
+        f"{key}.activations={actor.activations}": actor.activations != "none" and "use none",
+        f"{key}.kv_on_update=keep": actor.kv_on_update == "keep" and "use recompute",
     }
-    for setting, (remedy, given) in unproven.items():
-        if recurrent and given:
-            raise UserError(
-                f"{setting} is not proven with recurrent layers, which {path} has: {remedy}."
-            )
+    refuse_with_states(config, path, unproven)
     if actor.engine != "vllm":
         return
     read = {**config, **(config.get("rope_parameters") or {})}
@@ -122,6 +108,18 @@ def check_recurrent(
             f"(model_type={kind}), with vLLM 0.32: {why}; choose a model whose layers all attend, "
             f"or one of {', '.join(RECURRENT_ON_CPU)}."
         )
+
+
+def refuse_with_states(
+    config: Mapping[str, Any], path: str | Path, used: Mapping[str, str | bool]
+) -> None:
+    """Raise UserError for the first setting that no test has shown with recurrent layers, where the
+    model has some. `used`: remedies by setting, empty where it is not used."""
+    for setting, remedy in used.items():
+        if remedy and is_recurrent(config):
+            raise UserError(
+                f"{setting} is not proven with recurrent layers, which {path} has: {remedy}."
+            )
 
 
 def _plain(value: Any) -> Any:

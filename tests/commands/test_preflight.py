@@ -55,6 +55,7 @@ def test_a_length_that_does_not_hold_all_turns_is_said_before_a_run(model, tmp_p
     assert any(sentence in line for line in remarks) == said, remarks
 
 
+KV, ACTIVATIONS = "actor.bf16.kv_on_update=recompute", "actor.bf16.activations=none"
 TWO_KINDS = ("actor=[bf16,fp8]", "actor.fp8.rounding=int3")
 
 
@@ -267,6 +268,36 @@ def test_a_mixture_of_experts_is_refused(model, tmp_path):
         prepared(folder)
     with pytest.raises(UserError, match=r"^actor\.draft\.draft_path=.*mixture of experts"):
         _drafted(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "remedy"),
+    [
+        ("learner=zero3", "learner.zero_stage=3", "learner.zero_stage=2"),
+        ("learner.fp8=row", "learner.fp8=row", "learner.fp8=none"),
+        (
+            "learner.ranks=2 learner.sequence_parallel=2",
+            "learner.sequence_parallel=2",
+            "learner.sequence_parallel=1",
+        ),
+        (
+            "learner.lora={publish: adapter}",
+            "learner.lora.publish=adapter",
+            "learner.lora.publish=merged",
+        ),
+        ("actor.bf16.kv_on_update=keep", "actor.bf16.kv_on_update=keep", KV),
+        ("actor.bf16.activations=int8", "actor.bf16.activations=int8", ACTIVATIONS),
+    ],
+)
+def test_what_was_not_shown_with_recurrent_layers_is_refused(tmp_path, words, setting, remedy):
+    hybrid = _made(tmp_path / "hybrid")
+    file = hybrid / "config.json"
+    made = json.loads(file.read_text()) | {"model_type": "lfm2", "full_attn_idxs": [0]}
+    file.write_text(json.dumps(made))
+    given = words.split(" ") if "{" not in words else [words]
+    with pytest.raises(UserError, match=rf"{setting} is not proven with recurrent layers"):
+        prepared(hybrid, *given)
+    prepared(hybrid, *given, remedy)
 
 
 def test_weights_that_vllm_derives_others_from_are_not_patched(model):

@@ -15,6 +15,7 @@ from rlcore.rollout.checks import (
     check_recurrent,
     check_vocabulary,
     check_width,
+    refuse_with_states,
 )
 from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
@@ -101,6 +102,9 @@ def test_families_with_recurrent_layers_that_an_engine_on_a_cpu_serves(config):
     [
         ({"speculate": {"path": "D"}}, "speculate is not proven .* M has: remove it"),
         ({"fp8_kv_cache": True, "num_gpus": 0}, "fp8_kv_cache=true is not .*: use false"),
+        ({"kind": "fp8", "num_gpus": 1}, "kind=fp8 is not .*: choose actor=bf16"),
+        ({"activations": "int8"}, "activations=int8 is not .*: use none"),
+        ({"kv_on_update": "keep"}, "kv_on_update=keep is not .*: use recompute"),
         (
             {"kind": "sparse", "sparse": {"block_size": 16, "blocks": 4}},
             "kind=sparse is not .*: choose actor=bf16",
@@ -114,11 +118,12 @@ def test_settings_that_were_not_compared_with_recurrent_layers(config, actor, se
     check_recurrent({"model_type": "llama"}, ActorSpec(**actor), key="a.b", path="M")
 
 
-def test_parts_that_were_not_compared_with_recurrent_layers():
-    with pytest.raises(UserError, match=r"learner\.lora\.publish=adapter .*: use merged"):
-        check_recurrent(HYBRIDS[0], ActorSpec(), key="a.b", path="M", adapter=True)
-    with pytest.raises(UserError, match=r"bitwise=true is not proven .*: use false"):
-        check_recurrent(HYBRIDS[0], ActorSpec(), key="a.b", path="M", bitwise=True)
+def test_settings_of_a_run_that_were_not_compared_with_recurrent_layers():
+    used = {"learner.fp8=row": False, "bitwise=true": "use false"}
+    with pytest.raises(UserError, match=r"bitwise=true is not proven .* M has: use false"):
+        refuse_with_states(HYBRIDS[0], "M", used)
+    refuse_with_states(HYBRIDS[0], "M", {"bitwise=true": False})
+    refuse_with_states({"model_type": "llama"}, "M", used)
 
 
 def test_a_family_that_an_engine_on_a_cpu_computes_wrong():
@@ -152,6 +157,7 @@ def test_heads_of_a_width_that_an_engine_on_a_cpu_has():
         ("olmoe", "clip_qkv", None, 8.0),
         ("olmoe", "rms_norm_eps", 1e-5, 1e-6),
         ("qwen2_moe", "use_sliding_window", False, True),
+        ("qwen2_moe", "qkv_bias", True, False),
         ("granitemoehybrid", "mamba_n_groups", 1, 2),
         ("falcon_h1", "time_step_limit", [0.0, {"__float__": "Infinity"}], [0.0, 0.1]),
         ("granitemoehybrid", "time_step_limit", [0.0, float("inf")], [0.001, 0.1]),

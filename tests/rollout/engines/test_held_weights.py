@@ -130,6 +130,9 @@ def test_weights_that_the_engine_holds_otherwise_are_named(start):
     assert engine.rl_unmatched(shapes | bias) == "it holds no weight model.attn.o_proj.bias"
     found = engine.rl_unmatched(shapes | {NAMES[0]: (7,)})
     assert found == "it holds model.norm.weight as (6,), the files as (7,)"
+    few = {n: shape for n, shape in shapes.items() if n != NAMES[0]}
+    found = engine.rl_unmatched(few)
+    assert found == "it holds model.norm.weight, for which the files have no weight"
 
 
 @pytest.mark.parametrize("lost", [NAMES, NAMES[2:3], NAMES[:1]])

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 
+from rlcore.errors import UserError
 from rlcore.interfaces import GivenTokens, TeacherAnswer
-from rlcore.models.folder import read_config
+from rlcore.models.folder import read_config, read_shapes
 from rlcore.rollout.engines.vllm.engine import start_llm
 from rlcore.rollout.engines.vllm.platform import check_platform
 from rlcore.rollout.specs import EngineJob
@@ -32,6 +33,12 @@ class TeacherEngine:
         # the model's last position, and never computes its pass.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         self._llm = start_llm(replace(job, max_len=job.max_len + 1), self._vocab)
+        names = list(read_shapes(job.model_path))
+        if unfilled := self._llm.collective_rpc("rl_unfilled", args=(names,))[0]:
+            raise UserError(
+                f"teacher.engine cannot serve {job.model_path}: {unfilled}; choose a model of "
+                "another family (docs/models.md)."
+            )
         self._tasks = self._llm.get_supported_tasks()
         self._count = 0
         # the first pass allocates, and takes many times as long: no record shall wait for it

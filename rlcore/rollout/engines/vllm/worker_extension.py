@@ -61,6 +61,17 @@ class WeightExtension:
             whole = dist.get_world_size() == 1 and not is_vocabulary
             if whole and tuple(part.shape) != tuple(shape):
                 return f"it holds {name} as {tuple(part.shape)}, the files as {tuple(shape)}"
+        return self.rl_unfilled(list(shapes))
+
+    def rl_unfilled(self, names: list[str]) -> str:
+        """A parameter that weights of these names leave as vLLM allocated it: a bias or a head that
+        its model always has. vLLM says nothing of it. "" if there is none."""
+        model = self.model_runner.model
+        filled = {_fused_name(model, n) for n in names}
+        for name, p in model.named_parameters():
+            plain = p.dtype in _PLAIN and not name.endswith(("_scale", "_scale_inv"))
+            if plain and name.replace(_BASE, ".") not in filled:
+                return f"it holds {name}, for which the files have no weight"
         return ""
 
     def rl_release(self) -> int:
