@@ -2,11 +2,14 @@
 
     python -m benchmarks.evidence.centring_study [--minutes 60] [--only-page] [--background]
 
-Arms, sizes, predictions, margins and gate stand here and on `results/evidence/centring.md`, which
-says whether they are registered; before that no run counts. A run is 192 steps of the learner alone
-(`late_learner.py`) on samples of an actor that differs from it. The answer is ten sorted digits;
-the sixteen tokens after it are not judged. Each finished run is one line of
-`benchmarks/results/evidence/centring.jsonl`; the command can be stopped and continued.
+Arms, sizes, predictions, margins and gate stand here and on `results/evidence/centring.md`,
+registered before the first run. A run is 192 steps of the learner alone (`late_learner.py`) on
+samples of an actor that differs from it. The answer is ten sorted digits; the sixteen tokens after
+it are not judged. Each finished run is one line of `benchmarks/results/evidence/centring.jsonl`;
+the command can be stopped and continued.
+
+The rate of all runs is chosen first by a pilot of the matched arm (`chosen`), whose runs have other
+seeds, are lines of `centring_pilot.jsonl` and are no results.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.evidence import late_learner as late
-from benchmarks.evidence.evidence import CLAIMS, ROOT, results
+from benchmarks.evidence.evidence import CLAIMS, ROOT, lines, results
 from benchmarks.evidence.evidence_page import PAGES
 from benchmarks.evidence.evidence_tables import Line, interval, source_digest
 from benchmarks.evidence.late_learner import END, Draw
@@ -36,11 +39,13 @@ STEPS, EVERY = 192, 32  # optimizer steps of a run, and between evaluations
 DIGITS, FREE = 10, 16
 LENGTHS = (DIGITS, DIGITS)
 START = 0.45  # accuracy at which supervised steps end
-RATE = 4e-5
+RATES = (4e-5, 2e-5, 1e-5, 5e-6, 2.5e-6)  # of the pilot, the first one that holds counts
+HOLDS = (0.4, 0.8)  # bounds of held-out accuracy in every look
 NOISE = 1.0  # deviation of the logits' noise; actors' KL is in each line
 AGE = 16
 INT3, NOISY, LATE = "INT3", "noise of 1", "bound 16"
 SEEDS = {INT3: range(10), NOISY: range(5), LATE: range(5)}
+PILOT_SEEDS = (100, 101)
 MATCHED, NONE = "matched", "none"
 ARMS: dict[str, Mapping[str, Mapping[str, Any]]] = {
     MATCHED: {},
@@ -61,7 +66,8 @@ SOURCES = (
     "rlcore/objectives",
     "benchmarks/evidence/late_learner.py",
 )
-FILE = results("centring")
+FILE, PILOT_FILE = results("centring"), results("centring_pilot")
+START_FOLDER = CLAIMS / "centring-start"
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,20 @@ class Cell:
     @property
     def key(self) -> tuple[Any, ...]:
         return self.arm, self.regime, self.seed
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """A run of the matched arm at a rate, which ends early where accuracy leaves the gate."""
+
+    rate: float
+    seed: int
+    arm: str = MATCHED
+    regime: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.rate, self.seed
 
 
 class Looked(NamedTuple):
@@ -96,8 +116,44 @@ def cells() -> Iterator[Cell]:
                     yield Cell(arm, regime, seed)
 
 
+def held(line: Line) -> bool:
+    """Return whether held-out accuracy stayed within the gate throughout."""
+    return bool(HOLDS[0] <= line["lowest"] and line["highest"] <= HOLDS[1])
+
+
+def chosen(found: Sequence[Line]) -> float | None:
+    """The largest rate at which every pilot seed ran and stayed within the gate, unless a larger
+    one waits for its runs; None if there is none, or none yet."""
+    for rate in RATES:
+        own = {r["seed"]: held(r) for r in found if r["rate"] == rate}
+        if not all(own.values()):
+            continue
+        return rate if own.keys() == {*PILOT_SEEDS} else None
+    return None
+
+
+def next_pilots(found: Sequence[Line]) -> list[Pilot]:
+    """The runs that decide about the largest rate that is not out; none where the rate is known, or
+    none holds."""
+    for rate in RATES:
+        own = [r for r in found if r["rate"] == rate]
+        if all(map(held, own)):
+            left = {*PILOT_SEEDS} - {r["seed"] for r in own}
+            return [Pilot(rate, seed) for seed in sorted(left)]
+    return []
+
+
+def pilot_lines(model: Path) -> list[Line]:
+    """Lines of the pilot that began from this start."""
+    if not model.exists():
+        return []
+    return [r for r in lines(PILOT_FILE) if r["start"] == start_digest(model)]
+
+
 def refuted(found: Sequence[Line]) -> bool:
-    """Return whether the gate closes: drift does not show itself at this size."""
+    """Return whether the gate closes: no rate holds, or drift does not show itself at this size."""
+    if chosen(pilot_lines(START_FOLDER)) is None:
+        return True
     pairs = ratios(found, NONE, INT3, "entropy")
     return len(pairs) >= 5 and fmean(pairs[:5]) >= GATE
 
@@ -139,15 +195,18 @@ def make_start(folder: Path) -> None:
     late.make_start(folder, START, 2000, lengths=LENGTHS, score=accuracy, free=FREE)
 
 
-def run(cell: Cell, model: Path) -> Line:
+def run(cell: Cell | Pilot, model: Path) -> Line:
     """Run a cell and sum it up. `curve`: (step, accuracy, entropy, KL) over the run; `actor`:
-    accuracy of the actors that the run ends with."""
+    accuracy of the actors that the run ends with. Raises RuntimeError where no rate is chosen."""
     began = time.monotonic()
+    rate = cell.rate if isinstance(cell, Pilot) else chosen(pilot_lines(model))
+    if rate is None:
+        raise RuntimeError("the pilot has chosen no rate")
     how = DRAWN._replace(noise=NOISE if cell.regime == NOISY else 0.0)
     lag = AGE if cell.regime == LATE else 0
     rank = late.learner(
         model,
-        LearnerSpec(lr=RATE, lr_warmup_steps=3, betas=(0.9, 0.95), step_bound=None),
+        LearnerSpec(lr=rate, lr_warmup_steps=3, betas=(0.9, 0.95), step_bound=None),
         STEPS,
         cell.seed,
         lag=lag,
@@ -169,10 +228,13 @@ def run(cell: Cell, model: Path) -> Line:
         kls.append(row["mismatch/kl_k3"])
         drifts.append(row.get("mismatch/drift"))
         curve += [(step, *look(lm, start))] if step % EVERY == 0 else []
+        if isinstance(cell, Pilot) and not HOLDS[0] <= curve[-1][1] <= HOLDS[1]:
+            break
     known = [d for d in drifts if d is not None]
     last = Looked(*curve[-1][1:])
     return {
         **asdict(cell),
+        "rate": rate,
         **last._asdict(),
         "actor": accuracy(actor()),
         "lowest": min(point[1] for point in curve),
@@ -275,16 +337,46 @@ def tables(found: Sequence[Line]) -> list[str]:
             rows.append({regime: arm, "seeds": str(len(own)), **means, "drift": drift})
         made += [table(rows)] if len(rows) > 1 else []
     said = [{"statement": p.said, "verdict": p.verdict()} for p in predictions(found)]
-    off = sum(not 0.4 <= r["lowest"] <= r["highest"] <= 0.8 for r in found)
+    off = sum(not held(r) for r in found)
     gate = f"{off} of {len(found)} runs left the gate's accuracy of 0.4 to 0.8."
-    return [*made, table(said), gate]
+    return [*pilot_table(pilot_lines(START_FOLDER)), *made, table(said), gate]
 
 
+def pilot_table(found: Sequence[Line]) -> list[str]:
+    """The pilot's runs, and the rate that they choose."""
+    rows = [
+        {
+            "pilot's rate": f"{r['rate']:g}",
+            "seed": str(r["seed"]),
+            "steps": str(r["curve"][-1][0]),
+            "accuracy": f"{r['lowest']:.3f} to {r['highest']:.3f}",
+            "within the gate": "yes" if held(r) else "no",
+        }
+        for r in found
+    ]
+    rate = chosen(found)
+    left = "a rate is still to be chosen" if next_pilots(found) else "no rate holds"
+    said = f"The pilot chose a rate of {rate:g}." if rate else f"Of the pilot: {left}."
+    return [*([table(rows)] if rows else []), said]
+
+
+PILOT = Study(
+    name="centring_pilot",
+    file=PILOT_FILE,
+    page=PAGES / "centring.md",
+    start=START_FOLDER,
+    make_start=make_start,
+    cells=lambda: iter(next_pilots(pilot_lines(START_FOLDER))),
+    run=run,
+    key=lambda line: (line["rate"], line["seed"]),
+    tables=pilot_table,
+    sources=SOURCES,
+)
 STUDY = Study(
     name="centring",
     file=FILE,
     page=PAGES / "centring.md",
-    start=CLAIMS / "centring-start",
+    start=START_FOLDER,
     make_start=make_start,
     cells=cells,
     run=run,
@@ -292,6 +384,7 @@ STUDY = Study(
     tables=tables,
     stopped=refuted,
     sources=SOURCES,
+    pilot=PILOT,
 )
 
 if __name__ == "__main__":

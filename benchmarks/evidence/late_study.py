@@ -49,6 +49,7 @@ class Study:
     tables: Callable[[Sequence[Line]], list[str]]  # of the lines that count
     sources: tuple[str, ...]  # whose change makes a run old
     stopped: Callable[[Sequence[Line]], bool] = lambda found: False  # its gate has closed
+    pilot: Study | None = None  # runs to their end first, from the same start
 
     def main(self, doc: str | None) -> None:
         """The command line of a study's file, whose docstring is `doc`."""
@@ -87,6 +88,8 @@ class Study:
     def run_first_free(self) -> bool:
         """Run the first cell that has no line and that no other process has taken, if there is
         one."""
+        if self.pilot is not None and self.pilot.run_first_free():
+            return True
         model = self._begun()
         digest = start_digest(model)
         if self.stopped([r for r in lines(self.file) if r["start"] == digest]):

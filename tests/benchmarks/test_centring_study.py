@@ -19,6 +19,53 @@ def ended(**entropies):
     return [line(c, entropies.get(c.arm, 1.0) * (1 + 0.001 * (c.seed % 3))) for c in study.cells()]
 
 
+def pilot(rate, seed, highest=0.7):
+    return {"rate": rate, "seed": seed, "lowest": 0.45, "highest": highest, "curve": [(0, 0.45)]}
+
+
+def left(found):
+    return [p.key for p in study.next_pilots(found)]
+
+
+def test_the_pilot_takes_the_largest_rate_at_which_both_seeds_hold():
+    first, second, third = study.RATES[:3]
+    assert left([]) == [(first, 100), (first, 101)] and study.chosen([]) is None
+    # one seed that leaves the gate decides about its rate
+    out = [pilot(first, 100, highest=0.9)]
+    assert left(out) == [(second, 100), (second, 101)] and study.chosen(out) is None
+    half = [*out, pilot(second, 101)]
+    assert left(half) == [(second, 100)] and study.chosen(half) is None
+    both = [*half, pilot(second, 100)]
+    assert left(both) == [] and study.chosen(both) == second
+    assert study.chosen([*both, pilot(third, 100), pilot(third, 101)]) == second
+    assert study.pilot_table(both)[-1] == f"The pilot chose a rate of {second:g}."
+
+
+def test_where_no_rate_holds_the_study_does_not_start(monkeypatch):
+    out = [pilot(rate, 101, highest=0.81) for rate in study.RATES]
+    assert left(out) == [] and study.chosen(out) is None
+    assert study.pilot_table(out)[-1] == "Of the pilot: no rate holds."
+    monkeypatch.setattr(study, "pilot_lines", lambda model: out)
+    assert study.STUDY.stopped([])
+    with pytest.raises(RuntimeError, match="chosen no rate"):
+        study.run(next(study.cells()), None)
+
+
+def test_a_study_begins_with_its_pilot(monkeypatch):
+    begun = []
+    monkeypatch.setattr(type(study.STUDY), "_begun", lambda own: begun.append(own.name) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        study.STUDY.run_first_free()
+    assert begun == ["centring_pilot"]
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """A pilot that has chosen a rate."""
+    found = [pilot(study.RATES[0], seed) for seed in study.PILOT_SEEDS]
+    monkeypatch.setattr(study, "pilot_lines", lambda model: found)
+
+
 def verdicts(found):
     return {p.said: p.verdict() for p in study.predictions(found)}
 
@@ -29,7 +76,7 @@ def test_every_run_is_planned_once_and_int3_before_the_rest():
     assert {regime for _, regime, _ in cells[:70]} == {"", study.INT3}
 
 
-def test_the_study_stops_where_nothing_drifts_after_five_seeds():
+def test_the_study_stops_where_nothing_drifts_after_five_seeds(settled):
     flat = [r for r in ended() if r["seed"] < 5]
     assert study.refuted(flat)
     assert not study.refuted([r for r in flat if r["seed"] < 4])
