@@ -45,8 +45,8 @@ def decoding(llm: Any, ask: Ask, steps: int, prefill: int) -> tuple[list[Any], f
 
 
 def decode_profile(llm: Any, ask: Ask, prefill: int) -> Row:
-    """Of `STEPS` decode steps: milliseconds, the busiest kernels, the host's operations, and the
-    Python functions that take most by themselves.
+    """Of `STEPS` decode steps: milliseconds, the thread's processor microseconds a token, the
+    busiest kernels, the host's operations, and the Python functions that take most by themselves.
 
     The step is timed without the profilers, which slow the host.
     """
@@ -55,7 +55,9 @@ def decode_profile(llm: Any, ask: Ask, prefill: int) -> Row:
     ask(llm, prefill + 4 * STEPS)
     for _ in range(prefill + STEPS // 2):
         llm.step()
+    began, running = time.thread_time(), llm.running()
     step_ms = _milliseconds_a_step(llm)
+    host_us = 1e6 * (time.thread_time() - began) / STEPS / max(running, 1)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as found:
         _milliseconds_a_step(llm)
@@ -70,6 +72,7 @@ def decode_profile(llm: Any, ask: Ask, prefill: int) -> Row:
     counts = {e.key: e.count / STEPS for e in events}
     return {
         "step ms": step_ms,
+        "host us a token": host_us,
         "GPU busy ms": sum(kernels.values()),
         "graph launches": counts.get("cudaGraphLaunch", 0.0),
         "kernel launches": sum(n for key, n in counts.items() if "LaunchKernel" in key),

@@ -121,16 +121,23 @@ def _queue(asked: list[Any], llm: Any, new_tokens: int, k: int = LOGPROBS_K) -> 
 
 
 def logprobs(s: Setting) -> None:
-    """Where a step's time goes at the largest batch: with the top k log-probs of every token, and
-    with the sampled one's alone."""
+    """Where a step's time goes at the largest batch: with the top k log-probs of every token, with
+    the sampled one's alone, and with the top k copied to the host every step."""
     llm = engine(s, "bf16")
     batch = max(s.batches)
     asked = prompts(batch, 96 if s.small else 768)
     prefill = prefilled(llm, partial(_queue, asked))[0]
-    for k in (LOGPROBS_K, 0):
+    for k, kept in ((LOGPROBS_K, True), (0, True), (LOGPROBS_K, False)):
+        if not kept:
+            llm.core.rpc(_copy_rows_every_step)
         row = decode_profile(llm, partial(_queue, asked, k=k), prefill)
-        s.add("logprobs", {"batch": batch, "k": k, **row})
+        s.add("logprobs", {"batch": batch, "k": k, "copied": llm.core.copied or not kept, **row})
     llm.close()
+
+
+def _copy_rows_every_step(worker: Any) -> None:
+    """Undo `rl_keep_rows` in a worker, whose runner has the plain method again."""
+    del worker.model_runner.sample
 
 
 def speculate(s: Setting) -> None:

@@ -2,11 +2,16 @@
 or with a given one.
 
     python -m benchmarks.speed.rollout_logprobs [--model FOLDER] [--rounds 5] [--tokens 64]
+    python -m benchmarks.speed.rollout_logprobs --host [--sequences 64 256] [--tokens 256]
 
 Prints tokens per second at k = -1 (no log-probs), 0 (the sampled token's) and 20 for several batch
 sizes, and the throughput lost against k = -1. Settings alternate, and the best round of each
 counts, because other load on the machine can only slow a round down; CPU time is shown as well for
 the same reason.
+
+--host starts no engine: it prints the processor microseconds a token from a step's rows to records,
+with rows that are cut for every request of every step, and with rows that are kept
+(`rlcore/rollout/engines/vllm/kept_rows.py`). What a GPU's copies cost is not in it.
 """
 
 from __future__ import annotations
@@ -50,6 +55,42 @@ def run(engine, batch: list[Request]) -> tuple[float, float]:
     return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
 
 
+def host(sequences: int, tokens: int, k: int, kept: bool) -> float:
+    """Microseconds a token of records whose lengths are spread evenly up to `tokens`."""
+    import torch
+    from vllm.v1.outputs import LogprobsTensors
+
+    from rlcore.rollout.engines.vllm.kept_rows import KeptLogprobs, RowStore
+    from rlcore.rollout.segments import Draw
+
+    draws = [Draw(r, str(i), tokens, 0) for i, r in enumerate(requests(sequences, tokens, k))]
+    ids = torch.arange(sequences)[:, None].repeat(1, max(k, 0) + 1)
+    KeptLogprobs.store = RowStore(ids.device)
+    made = (KeptLogprobs if kept else LogprobsTensors)(ids, -ids.float(), ids[:, 0])
+    sampled, began = 0, time.process_time()
+    for _ in range(tokens):
+        rows = made.tolists() if k >= 0 else None
+        for row, draw in enumerate(draws):
+            if len(draw.tokens) == (row + 1) * tokens // sequences:
+                continue
+            its = rows and rows.slice_request(row, 1)
+            draw.extend([row], its if kept or not its else its[:2])
+            sampled += 1
+            if len(draw.tokens) == (row + 1) * tokens // sequences:
+                draw.finish("length", "a", "bf16")
+    return 1e6 * (time.process_time() - began) / sampled
+
+
+def print_host(args: argparse.Namespace) -> None:
+    """The table of `host`, the best of some rounds."""
+    print(f"{'sequences':>9} {'k':>3} {'rows':>10} {'us/token':>9}")
+    for n in args.sequences:
+        for k, kept in ((-1, False), (0, False), (0, True), (20, False), (20, True)):
+            best = min(host(n, args.tokens, k, kept) for _ in range(args.rounds))
+            rows = "none" if k < 0 else "kept" if kept else "every step"
+            print(f"{n:>9} {k:>3} {rows:>10} {best:>9.2f}")
+
+
 def measure(folder: str, args: argparse.Namespace) -> None:
     """Start one engine and print the table."""
     from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
@@ -82,7 +123,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="length limit of a response")
     parser.add_argument("--sequences", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--host", action="store_true", help="from rows to records alone")
     args = parser.parse_args()
+    if args.host:
+        return print_host(args)
     if args.model is not None:
         return measure(args.model, args)
     with tempfile.TemporaryDirectory() as folder:

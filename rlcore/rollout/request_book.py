@@ -17,7 +17,7 @@ import numpy as np
 
 from rlcore.interfaces import RolloutEngine, StepLoad, Wake
 from rlcore.models.text import end_ids, split_stops
-from rlcore.rollout.segments import Draw
+from rlcore.rollout.segments import Draw, Rows, leading
 from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import StopWatcher
 from rlcore.seeding import derive_seed
@@ -51,8 +51,7 @@ class Output(NamedTuple):
 
     request_id: str
     tokens: list[int]
-    # ids and log-probs [tokens, >= k+1], the sampled token first; None if none were asked for
-    rows: tuple[np.ndarray, np.ndarray] | None
+    rows: Rows | None  # of log-probs, one a token; None if none were asked for
     finish: FinishReason | None  # None: unfinished
     extras: Mapping[str, np.ndarray] | None = None  # of a finished one: further arrays by name
     # [n, layers, k]: the experts of the next n tokens that the core has read of it since it was
@@ -314,7 +313,7 @@ class RequestBook:
             if draw.watcher.push(token):
                 if out.finish is None:
                     self._core.abort([out.request_id])
-                rows = out.rows and (out.rows[0][:count], out.rows[1][:count])
+                rows = leading(out.rows, count)
                 return out._replace(tokens=out.tokens[:count], rows=rows, finish="stop")
         return out
 

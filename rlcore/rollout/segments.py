@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,9 +15,36 @@ from rlcore.types import PAGE_RULE, ActorKind, FinishReason, Request, Trajectory
 if TYPE_CHECKING:
     from rlcore.rollout.text import StopWatcher
 
-# Rows are views into the arrays of a whole step; they are copied regularly so that these can be
-# freed.
+# Rows are views into the arrays of a whole step, or wait in a group of steps; they are copied
+# regularly so that these can be freed.
 _COMPACT_EVERY = 256
+
+# ids int32 or int64 and log-probs float32 of tokens, both [n, >= k+1], column 0 the sampled token
+Arrays: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+
+class RowGroup(Protocol):
+    """Log-prob rows of some steps, which an engine keeps until they are asked for."""
+
+    def take(self, rows: list[int]) -> Arrays:
+        """The rows of these numbers."""
+
+
+class KeptRows(NamedTuple):
+    """Rows of a group, by number."""
+
+    group: RowGroup
+    rows: list[int]
+
+
+Rows: TypeAlias = Arrays | KeptRows
+
+
+def leading(rows: Rows | None, count: int) -> Rows | None:
+    """The first rows."""
+    if isinstance(rows, KeptRows):
+        return rows._replace(rows=rows.rows[:count])
+    return rows and (rows[0][:count], rows[1][:count])
 
 
 @dataclass(slots=True)
@@ -39,10 +66,9 @@ class Draw:
     decoded_s: float = 0.0  # before it was withdrawn last
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays of its record
     routes: RouteLog = field(default_factory=RouteLog)  # experts of the tokens it was computed of
-    # rows [n, >= k+1] int32 or int64, column 0 the sampled token
-    _ids: list[np.ndarray] = field(default_factory=list)
-    _logp: list[np.ndarray] = field(default_factory=list)  # the same shape, float32
-    _blocks: int = 0  # leading arrays that were copied already
+    _rows: list[Rows] = field(default_factory=list)  # in order
+    _blocks: int = 0  # leading entries that were copied already
+    _uncopied: int = 0  # rows of the others
 
     def __post_init__(self) -> None:
         self.switches.append((0, self.version))
@@ -58,22 +84,35 @@ class Draw:
         if not self.tokens:
             self.started_at = None
 
-    def extend(self, token_ids: list[int], rows: tuple[np.ndarray, np.ndarray] | None) -> None:
+    def extend(self, token_ids: list[int], rows: Rows | None) -> None:
         """Append the tokens of one step and their log-prob rows."""
         if self.started_at is None:
             self.started_at = time.monotonic()
         self.tokens += token_ids
-        if rows is not None:
-            self._ids.append(rows[0])
-            self._logp.append(rows[1])
-            if len(self._ids) - self._blocks >= _COMPACT_EVERY:
-                self._compact()
+        if rows is None:
+            return
+        last = self._rows[-1] if self._rows else None
+        if isinstance(rows, KeptRows) and isinstance(last, KeptRows) and last.group is rows.group:
+            last.rows.extend(rows.rows)
+        else:
+            self._rows.append(rows)
+        self._uncopied += len(token_ids)
+        if self._uncopied >= _COMPACT_EVERY:
+            self._compact()
 
     def _compact(self) -> None:
-        width = self.request.sampling.logprobs_k + 1
-        for rows in (self._ids, self._logp):
-            rows[self._blocks :] = [_joined(rows[self._blocks :], width)]
+        self._rows[self._blocks :] = [self._joined(self._rows[self._blocks :])]
         self._blocks += 1
+        self._uncopied = 0
+
+    def _joined(self, rows: list[Rows]) -> Arrays:
+        """Copies of rows [sum n, width], of fewer columns where an engine gives fewer, since its
+        vocabulary is smaller."""
+        found = [r.group.take(r.rows) if isinstance(r, KeptRows) else r for r in rows]
+        # A step whose requests differ in k gives all of them the widest rows, so widths vary.
+        width = min(self.request.sampling.logprobs_k + 1, *(ids.shape[1] for ids, _ in found))
+        ids, logp = (np.concatenate([a[:, :width] for a in part]) for part in zip(*found))
+        return ids, logp
 
     def go_on(self, begun: Trajectory) -> None:
         """Take over the tokens that another engine sampled for this request before it was cut."""
@@ -85,8 +124,8 @@ class Draw:
         self.routes = RouteLog(begun.extras.get(ROUTES))
         if self.request.sampling.logprobs_k >= 0:
             ids, logp = begun.sampled_ids[:, None], begun.logp_inf[:, None]
-            self._ids = [np.concatenate([ids, begun.topk_ids], axis=1)]
-            self._logp = [np.concatenate([logp, begun.topk_logp], axis=1)]
+            rows = [ids, begun.topk_ids], [logp, begun.topk_logp]
+            self._rows = [(np.concatenate(rows[0], axis=1), np.concatenate(rows[1], axis=1))]
         if self.watcher is not None:
             for token in self.tokens:
                 self.watcher.push(token)
@@ -146,11 +185,10 @@ class Draw:
         t, k = len(self.tokens), self.request.sampling.logprobs_k
         if k < 0 or t == 0:  # NaN if none were requested, so that using them is noticed
             return np.full(t, np.nan, np.float32), *_padding(t, max(k, 0))
-        if not self._ids:
+        if not self._rows:
             raise RuntimeError(f"{self.request.request_id}: the engine gave no log-prob rows")
-        # vLLM's second runner gives ids as int64
-        ids = _joined(self._ids, k + 1).astype(np.int32, copy=False)
-        logp = _joined(self._logp, k + 1)
+        ids, logp = self._joined(self._rows)
+        ids = ids.astype(np.int32, copy=False)  # vLLM's second runner gives int64
         if ids[:, 0].tolist() != self.tokens:
             raise RuntimeError(
                 f"{self.request.request_id}: the engine's log-prob rows do not match its tokens"
@@ -169,14 +207,3 @@ def _padding(tokens: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids, log-probs) [tokens, columns] without an entry."""
     shape = (tokens, columns)
     return np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-
-
-def _joined(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """[sum n, width]: rows concatenated; fewer columns where an engine gives fewer, since its
-    vocabulary is smaller."""
-    try:
-        return np.concatenate(rows)[:, :width]
-    except ValueError:
-        # A step whose requests differ in k gives all of them the widest rows, so widths vary.
-        width = min(width, *(r.shape[1] for r in rows))
-        return np.concatenate([r[:, :width] for r in rows])

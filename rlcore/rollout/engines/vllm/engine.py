@@ -19,6 +19,7 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.outputs import LogprobsLists
 
 from rlcore.errors import UserError
 from rlcore.interfaces import StepLoad, Wake, WeightStream
@@ -72,6 +73,12 @@ class VllmCore(DecodeCore):
         if (kind := job.actor.activations) != "none":
             kept, last = job.actor.keep_high_precision, job.actor.precise_layers
             self.rpc("rl_round_inputs", kind, kept, last, job.key)
+        #: why log-prob rows are copied to the host every step; None: `kept_rows` keeps them
+        self.copied: str | None = "the engine has several ranks"
+        if job.actor.speculate is not None:
+            self.copied = "another model proposes tokens (speculate)"
+        elif self._ranks == 1:
+            self.copied = self.rpc("rl_keep_rows")
         #: why vLLM's modules run the model; None: `decoder_cpu` runs it
         self.by_modules: str | None = "cpu_fast_path is false"
         #: why the common positions of requests are not computed once; None: they are
@@ -165,7 +172,9 @@ class VllmCore(DecodeCore):
                     raise RuntimeError(
                         f"vLLM ended {request_id} with {out.finish_reason.name}: {out.stop_reason}"
                     )
-            rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
+            rows = out.new_logprobs
+            if isinstance(rows, LogprobsLists):
+                rows = rows[:2]
             finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
             yield Output(request_id, out.new_token_ids, rows, finish, routes=out.routed_experts)
 
@@ -218,6 +227,8 @@ class VllmCore(DecodeCore):
         if on_cpu():
             self.forget_prefixes()
             return float(self.rpc("rl_release"))
+        if self.copied is None:
+            self.rpc("rl_copy_rows")
         before = self.rpc("rl_free_bytes")
         self._llm.sleep(level=1)
         return float(self.rpc("rl_free_bytes") - before)

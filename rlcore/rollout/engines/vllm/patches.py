@@ -58,6 +58,12 @@ CACHE_UPDATE = _patch(_ATTENTION, "do_kv_cache_update", _ONCE)
 LOGPROBS = _patch(
     "v1.sample.sampler:Sampler", "gather_logprobs", "to leave out ranks, which nothing reads"
 )
+KEPT_LOGPROBS = Patch(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+    "sample",
+    "to leave log-probs on the device until they are needed",
+    ("0.32.",),
+)
 LOGITS = _patch(
     "model_executor.layers.logits_processor:LogitsProcessor",
     "forward",
@@ -105,6 +111,7 @@ PATCHES = (
     ATTENTION,
     CACHE_UPDATE,
     LOGPROBS,
+    KEPT_LOGPROBS,
     LOGITS,
     DRAWS,
     ROUTES,

@@ -20,10 +20,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
 from rlcore.rollout.engines.vllm.patches import DRAWS
+from rlcore.rollout.segments import KeptRows
 
 _AHEAD = 16  # numbers drawn together
 _SPARE = 64  # requests that may have left before their numbers are dropped
@@ -91,7 +93,7 @@ class Sampled(NamedTuple):
 
     request_id: str
     new_token_ids: list[int]
-    new_logprobs: tuple[np.ndarray, np.ndarray] | None  # ids, log-probs [1, k + 1]
+    new_logprobs: KeptRows | LogprobsLists | None  # of one token
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     routed_experts: None = None
@@ -214,9 +216,7 @@ class QuickSteps:
         batch.is_token_ids[rows, ends] = True
         ends += 1
         batch.num_computed_tokens_cpu[:n] += 1
-        ids = logp = None
-        if (tensors := output.logprobs_tensors) is not None:
-            ids, logp = tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy()
+        logprobs = output.logprobs_tensors and output.logprobs_tensors.tolists()
         longest, found, ended = self._scheduler.max_model_len, [], set()
         for row, (token, (request, state)) in enumerate(zip(sampled.tolist(), self._rows)):
             state.num_computed_tokens += 1
@@ -228,9 +228,7 @@ class QuickSteps:
                 finish = request.get_finished_reason()
                 self._scheduler._free_request(request)
                 ended.add(request)
-            pair = None
-            if ids is not None and logp is not None:
-                pair = ids[row : row + 1], logp[row : row + 1]
-            found.append(Sampled(request.request_id, [token], pair, finish, request.stop_reason))
+            its = logprobs and logprobs.slice_request(row, 1)
+            found.append(Sampled(request.request_id, [token], its, finish, request.stop_reason))
         self._scheduler.running = remove_all(self._scheduler.running, ended)
         return found

@@ -212,6 +212,17 @@ class WorkerSide(WeightExtension):
         if not is_second(self.model_runner):
             LOGPROBS.replace(_gather_logprobs, of=self.model_runner.sampler)
 
+    def rl_keep_rows(self) -> str | None:
+        """Leave log-prob rows on the device until a record needs them. Returns why not, None if
+        they are left there."""
+        from rlcore.rollout.engines.vllm.kept_rows import keep_rows
+
+        return keep_rows(self.model_runner)
+
+    def rl_copy_rows(self) -> None:
+        """Copy the rows that are on the device still."""
+        self.model_runner.rl_rows.close_group()
+
     def rl_draw_ahead(self) -> None:
         """Sample without a draw of torch for each token, on the CPU."""
         if on_cpu() and not is_second(self.model_runner):
