@@ -267,14 +267,14 @@ def _report(given: Given) -> int:
 
     curves = None
     if (form := given.text("format") or "html") != "html":
-        from rlcore.report.curves import FORMATS, Asked
+        from rlcore.report.curves import Asked
 
         names = ("y", "labels", "ylabel")
         y, labels, ylabel = (tuple(filter(None, (given.text(k) or "").split(","))) for k in names)
         width, smooth = int(given.text("width") or 0), int(given.text("smooth") or 1)
         x = given.text("x") or "step"
         asked = Asked(x, y, _ci(given), labels, ylabel=ylabel, width_mm=width, smooth=smooth)
-        curves = next(known for known in FORMATS if known == form), asked
+        curves = form, asked
     elif unread := [key for key in FIGURE if given.text(key)]:
         raise UserError(f"{unread[0]}= is of figures: add format=svg, pdf or csv.")
     return report(given.operands or [_newest_run(given)], given.text("out"), curves)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
@@ -35,15 +35,14 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
 class DeclaredMetric(NamedTuple):
-    """A metric of a feature, declared with its settings: the arguments of
-    `metrics/metric.py: Metric`."""
+    """A metric, declared with the settings of its feature (`metrics/learner_metrics.py`)."""
 
     name: str
     unit: str
     meaning: str
-    reduction: Reduction = "mean"
-    healthy: str = ""
-    otherwise: str = ""
+    reduction: Reduction = "mean"  # of the values of several steps: a summary, a thinned curve
+    healthy: str = ""  # the usual range; "": the metric describes a run and has none
+    otherwise: str = ""  # the advice outside of the range, in Markdown
 
 
 class Fixed(StrEnum):
@@ -76,8 +75,16 @@ class Spec(BaseModel):
     #: sections that a resumed run can neither add nor drop, and why; what they hold may change
     fixed_presence: ClassVar[Mapping[str, str]] = {}
 
-    #: metrics of a run that uses the feature; `metrics/learner_metrics.py` lists who has some
+    #: metrics of a run that uses the feature
     metrics: ClassVar[tuple[DeclaredMetric, ...]] = ()
+
+    @classmethod
+    def declared(cls) -> Iterator[DeclaredMetric]:
+        """`metrics` of the class and of the specifications below it."""
+        yield from cls.metrics
+        for info in cls.model_fields.values():
+            for below in held(info.annotation):
+                yield from below.declared()
 
     def dead(self) -> Iterator[tuple[str, str]]:
         """Each setting that nothing reads under the others, and why."""
@@ -103,6 +110,14 @@ class Spec(BaseModel):
         `key` is the configuration key of the specification, such as `actor.bf16`. The door
         (`config/compose.py`) calls it on every specification of a run.
         """
+
+
+def held(annotation: Any) -> Iterator[type[Spec]]:
+    """The specifications that a type names, in the order in which it does."""
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from held(inner)
 
 
 def setting(

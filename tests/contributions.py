@@ -37,9 +37,10 @@ FACTS = (
 RESUMED = (
     "tests/config/test_config_resuming.py::test_every_key_is_known_to_be_fixed_or_free_on_resume"
 )
+MADE = "tests/test_registrations.py::test_every_part_of_the_learner_is_built"
 KINDS = "tests/config/test_engines.py::test_every_kind_of_actor_is_reported_and_has_an_option"
 VERBS = "tests/config/test_config_help.py::test_every_verb_is_listed_handled_and_explained"
-READING = {REGISTERED, MODULES, METRICS}  # tests that read the code and load no configuration
+READING = {REGISTERED, MODULES, METRICS, MADE}  # tests that read the code and load no configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,25 @@ SECTION = """## Mine: `algorithm.loss=mine`
 **When**: x. **Watch**: x. **Does not help**: x. **Source**: x.
 
 """
-PART = '''"""A part."""
+RANK_PART = '''"""A part."""
+
+from rlcore.learner.parts.part import LearnerPart
+
+
+class MyPart(LearnerPart):
+    def metrics(self, reduce):
+        return {"loss/mine": 1.0}
+'''
+PART_SPEC = '''class MyPartSpec(Spec):
+    """A part."""
+
+    mine: int = setting(1, "x")
+
+
+'''
+PART_METRIC = '    metrics: ClassVar = (DeclaredMetric("loss/mine", "1", "x"),)\n'
+PART_FIXED = '    fixed: ClassVar = {"mine": Fixed.WEIGHTS}\n'
+PART = '''"""Facts of a part."""
 
 from rlcore.config.parts.part import PartFacts
 
@@ -151,6 +170,7 @@ class MinePart(PartFacts):
     name, without = "mine", "mine=null"
 '''
 SETTING = '\n    def setting(self, c):\n        return ""\n'
+SPECS, BUILD = "rlcore/learner/specs.py", "rlcore/learner/build.py"
 ENGINE_FACTS = '''"""Facts."""
 
 from rlcore.engine_facts import EngineFacts
@@ -319,7 +339,40 @@ def contributions() -> dict[str, list[Piece]]:
             ),
         ],
         "learner part": [
-            Piece("the class", "rlcore/config/parts/mine.py", end(PART), "", ""),
+            Piece(
+                "the class",
+                "rlcore/learner/parts/mine.py",
+                end(RANK_PART),
+                MODULES,
+                r"rlcore\.learner\.parts\.mine",
+            ),
+            Piece("its settings", SPECS, _before("class CriticSpec(", PART_SPEC), "", ""),
+            Piece(
+                "its section",
+                SPECS,
+                after(
+                    "    draft: DraftLearnerSpec | None = None\n",
+                    "    mine: MyPartSpec | None = None\n",
+                ),
+                METRICS,
+                "loss/mine",
+            ),
+            Piece(
+                "the metric in its settings",
+                SPECS,
+                after('class MyPartSpec(Spec):\n    """A part."""\n\n', PART_METRIC),
+                METRICS,
+                "loss/mine",
+            ),
+            Piece(
+                "why a resumed run keeps its setting",
+                SPECS,
+                after('class MyPartSpec(Spec):\n    """A part."""\n\n', PART_FIXED),
+                RESUMED,
+                "learner.mine.mine: name it in",
+            ),
+            Piece("the line that builds it", BUILD, _built, MADE, "MyPart"),
+            Piece("its facts", "rlcore/config/parts/mine.py", end(PART), "", ""),
             Piece(
                 "its method `setting`",
                 "rlcore/config/parts/mine.py",
@@ -398,6 +451,15 @@ def contributions() -> dict[str, list[Piece]]:
 def _option(group: str, text: str) -> Piece:
     file = f"configs/{group}/mine.yaml"
     return Piece("its option", file, end(f"{text}\n"), OPTIONS, r"mine\.yaml is missing")
+
+
+def _built(old: str) -> str:
+    """Import the part and make it, in `learner/build.py`."""
+    line = "from rlcore.learner.parts.mine import MyPart\n"
+    made = "            (MyPart() if spec.mine else None),\n"
+    return after("tuple(part for part in (", made.strip() + " ")(
+        _before("from rlcore.learner.parts.part", line)(old)
+    )
 
 
 def _listed(old: str) -> str:

@@ -90,6 +90,27 @@ def test_every_metric_that_is_recorded_is_declared():
     assert {key for key in recorded if declared(key) is None} == {"staleness/p90"}
 
 
+def test_every_part_of_the_learner_is_built():
+    """Each class of `learner/parts` that ranks call."""
+    parts = {"LearnerPart", "Companion"}
+    own = {
+        n.partition(":")[2] for n, b in classes().items() if ".learner.parts." in n and b & parts
+    }
+    called = {
+        node.func.id
+        for node in ast.walk(trees()["rlcore.learner.build"])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert len(own) > 4
+    assert own - called == set()
+
+
+def test_a_contribution_has_at_most_six_files_of_the_package():
+    for name, pieces in contributions.contributions().items():
+        files = {piece.file for piece in pieces if piece.file.startswith("rlcore/")}
+        assert len(files) <= 6, f"{name}: {sorted(files)}"
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_forgotten_piece_of_a_contribution_is_named():

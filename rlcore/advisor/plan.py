@@ -30,7 +30,7 @@ from rlcore.advisor.planner.specs import ActorRates, EpisodeSpec, LengthSpec, Ra
 from rlcore.commands import derived
 from rlcore.config.compose import load
 from rlcore.config.parts import PARTS
-from rlcore.config.parts.part import NO_WORK, Work
+from rlcore.config.parts.part import NO_WORK, HeldEngine, Work
 from rlcore.config.schema import RunConfig
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
@@ -282,7 +282,7 @@ def planned(
         max_turns=environment.max_turns,
         max_len=config.model.max_len,
         places=environment.concurrency,
-        teachers=config.teacher.engine.count if config.teacher.kind == "engine" else 0,
+        teachers=held.spec.count if (held := held_engine(config)) else 0,
     )
 
 
@@ -320,7 +320,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     context = rates.context
     for label, actor in config.actor.items():
         refuse(
-            actor.kind == "draft",
+            actor.own_model,
             f"actor.{label}.kind=draft samples with its own model, which gpu={gpu} cannot "
             "know the rates of: measure them and give rates=FILE.",
         )
@@ -349,13 +349,18 @@ def work_beside(config: RunConfig, parameters: float) -> Work:
     return work
 
 
+def held_engine(config: RunConfig) -> HeldEngine | None:
+    """The engines that score answers before they are graded; None: there are none."""
+    return next((own for part in PARTS for own in part.engines(config)), None)
+
+
 def _scores_per_s(config: RunConfig, gpu: Gpu) -> float | None:
-    """Tokens a second that one engine of the teacher scores; None: it has none."""
-    spec, folder = config.teacher, config.teacher_folder
-    if spec.kind != "engine" or folder is None:
+    """Tokens a second that one of these scores; None: there is none."""
+    held = held_engine(config)
+    if held is None or held.folder is None:
         return None
-    shape = Shape.of(read_config(folder), folder_parameters(folder))
-    engine = EngineShape(spec.engine.tensor_parallel)
+    shape = Shape.of(read_config(held.folder), folder_parameters(held.folder))
+    engine = EngineShape(held.spec.tensor_parallel)
     return actor_rates(gpu, shape, engine, context=config.model.max_len).prefill_tokens_per_s
 
 
@@ -488,7 +493,7 @@ def measure(runs: str, out: str) -> int:
         measured_runs,
         grade_s=_grade_seconds(config),
         beside=kinds[0],
-        scored=config.teacher.kind == "engine",
+        scored=held_engine(config) is not None,
     )
     Path(out).write_text(rates.model_dump_json(indent=1) + "\n")
     for line in _described(measured_runs, rates):

@@ -212,7 +212,7 @@ def _variants(config: RunConfig, words: Mapping[str, str]) -> list[Variant]:
     fp8,sparse:2048,draft:qwen3-1.7b."""
     ((label, actor),) = config.actor.items()
     refuse(
-        actor.kind == "draft",
+        actor.own_model,
         f"actor.{label}.kind=draft cannot be divided by gpus=: plan actor=bf16 with "
         "variants=draft:SHAPE.",
     )

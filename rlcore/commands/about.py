@@ -149,7 +149,7 @@ def limit_facts(config: RunConfig, tokenizer: Any, kernels: Kernels | None) -> d
     GPUs or in bfloat16, whose speed was not tried, or adapters, whose products are fewer.
     `tokenizer`: the policy's."""
     learner, actors = config.learner, config.actor.values()
-    plain = learner.device == "cpu" and all(a.on_cpu and a.kind != "draft" for a in actors)
+    plain = learner.device == "cpu" and all(a.on_cpu and not a.own_model for a in actors)
     float32 = {learner.compute_dtype, *(a.compute_dtype for a in actors)} == {"float32"}
     tried = kernels is not None and kernels.speed is not None
     if learner.lora is not None or not (plain and float32 and tried):

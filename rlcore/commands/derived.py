@@ -14,7 +14,6 @@ from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
-from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
 from rlcore.loop.targets import PageRange
 from rlcore.metrics.health import Health
@@ -27,8 +26,6 @@ from rlcore.tasks.graders import GraderPool
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import POLICY, PageRule
 from rlcore.weights.specs import BLOCK_FORMATS, RoundingSpec
-
-DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
 
 
 def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> tuple[float, float]:
@@ -220,7 +217,7 @@ def evaluation_actor(config: RunConfig) -> ActorSpec | None:
     asked = config.evaluation.dense_actor
     if asked is None:
         # A draft's answers say nothing of the policy; other actors' are close to it.
-        asked = any(a.kind == "draft" for a in config.actor.values())
+        asked = any(a.own_model for a in config.actor.values())
     if not asked:
         return None
     # Its resources and engine settings stay, so that it fits wherever the actor fits.
@@ -259,17 +256,9 @@ def near_floors(config: RunConfig) -> str:
 
 
 def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:
-    """Return the name of the published weights that an actor loads; None: a frozen draft's own
-    weights."""
-    if actor.kind == "draft":
-        return DRAFT if config.learner.draft else None
-    return SPARSE_COPY if actor.kind == "sparse" and config.learner.distill else POLICY
-
-
-def learner_rounding(config: RunConfig) -> RoundingSpec | None:
-    """Return how the learner rounds the policy's weights in its passes."""
-    label = config.learner.round_as
-    return None if label is None else rounding_of(config.actor[label])
+    """The name of the published weights that an actor loads; None: a frozen draft's own."""
+    used = (part.weights for part in PARTS if part.kind == actor.kind and part.setting(config))
+    return next(used, None if actor.own_model else POLICY)
 
 
 def served_rounding(config: RunConfig, wanted: str) -> RoundingSpec:
@@ -284,12 +273,7 @@ def served_rounding(config: RunConfig, wanted: str) -> RoundingSpec:
             f"{'several that round' if found else 'none that rounds'}: use format=trained, or a "
             "run with learner.round_as."
         )
-    return rounding_of(config.actor[label])
-
-
-def rounding_of(actor: ActorSpec) -> RoundingSpec:
-    """The part of an actor's settings that says how it rounds."""
-    return RoundingSpec(**{name: getattr(actor, name) for name in RoundingSpec.model_fields})
+    return config.actor[label].alone
 
 
 def wire_dtype(config: RunConfig) -> str:
@@ -337,7 +321,7 @@ def _described(actor: ActorSpec) -> str:
         }[sparse.prompt]
         size = sparse.block_size
         return f"block top-k attention, {_budget(sparse)} of {size} tokens{prompts}, {dtype}"
-    if actor.kind == "draft":
+    if actor.own_model:
         return f"a draft model, {dtype}"
     return f"the policy in {dtype}"
 

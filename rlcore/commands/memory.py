@@ -20,6 +20,7 @@ from rlcore.models.sizes import (
     Parts,
     folder_parameters,
     folder_sizes,
+    fresh_parameters,
     in_words,
     total,
 )
@@ -27,8 +28,6 @@ from rlcore.models.specs import FreshModelSpec
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.weights.adapters import AdapterShape, adapter_shapes
-
-WIRE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def policy_parameters(config: RunConfig, tokenizer: Any) -> int:
@@ -43,29 +42,12 @@ def policy_parameters(config: RunConfig, tokenizer: Any) -> int:
     return count - 2 * config.model.fresh.head_dim * config.model.fresh.layers
 
 
-def fresh_parameters(spec: FreshModelSpec, alphabet: int) -> int:
-    """Parameters of a fresh model whose tokenizer has `alphabet` entries."""
-    # Of the Qwen3 architecture; the biases that other models have it does without.
-    hidden, head = spec.hidden_size, spec.head_dim
-    attention = hidden * head * (2 * spec.heads + 2 * spec.kv_heads) + 2 * head  # and QK norms
-    layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
-    vocabulary = (spec.vocab_size or alphabet) * hidden * (1 if spec.tie_embeddings else 2)
-    return vocabulary + spec.layers * layer + hidden
-
-
 def published_bytes(config: RunConfig, tokenizer: Any) -> int:
     """Bytes of one publication: every set of weights that actors load."""
-    learner = config.learner
-    total = _sent(config, tokenizer, learner.lora)
-    if learner.distill is not None:
-        total += _sent(config, tokenizer, learner.distill.lora)
-    if learner.draft is not None:
-        draft = next(iter(config.actor.values()))
-        if draft.draft_path is not None:
-            total += folder_parameters(draft.draft_path)
-        elif draft.draft_fresh is not None:
-            total += fresh_parameters(draft.draft_fresh, len(tokenizer))
-    return total * WIRE_BYTES[wire_dtype(config)]
+    sent, alphabet = partial(_sent, config, tokenizer), len(tokenizer)
+    used = [part for part in PARTS if part.setting(config)]
+    further = sum(part.published(config, sent, alphabet) for part in used)
+    return (sent(config.learner.lora) + further) * BYTES[wire_dtype(config)]
 
 
 def _sent(config: RunConfig, tokenizer: Any, lora: LoraSpec | None) -> int:
@@ -220,7 +202,7 @@ def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float,
         del held["arriving weights"]  # its weights stay
         yield f"{own.key} rank", own.spec.gpu_memory_utilization, held
     for label, actor in config.actor.items():
-        if actor.num_gpus and actor.kind != "draft":
+        if actor.num_gpus and not actor.own_model:
             key = f"actor.{label}"
             if held := _engine(sizes, actor, key, bucket, config.model.max_len):
                 yield f"{key} rank", actor.gpu_memory_utilization, held

@@ -29,12 +29,12 @@ from rlcore.cluster.start import (
 from rlcore.commands import derived
 from rlcore.commands.about import run_kernels
 from rlcore.commands.model_checks import longest_record
+from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
-from rlcore.corrections.tis import TisSpec
 from rlcore.environments.specs import EnvironmentJob
-from rlcore.learner.specs import SPARSE_COPY, LearnerJob
+from rlcore.learner.specs import LearnerJob
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool, Purpose
 from rlcore.loop.role_protocols import Clients
@@ -319,9 +319,9 @@ def teacher_job(config: RunConfig) -> EngineJob:
 
 def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:
     """The adapter that an actor is sent without the policy's weights, or None."""
-    learner, weights = config.learner, derived.actor_weights(config, actor)
-    loras = {POLICY: learner.lora, SPARSE_COPY: learner.distill.lora if learner.distill else None}
-    lora = None if weights is None else loras.get(weights)
+    weights = derived.actor_weights(config, actor)
+    loras = {part.weights: part.adapters(config) for part in PARTS}
+    lora = (loras | {POLICY: config.learner.lora}).get(weights or "")
     if lora is None or lora.publish == "merged":
         return None
     return AdapterShape(lora.rank, lora.targets)
@@ -358,16 +358,16 @@ def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
 
 
 def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, LearnerJob]:
-    """The policy's learner, and a co-trained draft's."""
-    jobs = {POLICY: policy_job(config, model_path, pad_id)}
-    if config.learner.draft is not None:
-        jobs[derived.DRAFT] = _draft_job(config, model_path, pad_id)
-    return jobs
+    """Jobs of the policy's learner, and of parts that have ranks, by the names of weights."""
+    policy = policy_job(config, model_path, pad_id)
+    used = (part for part in PARTS if part.setting(config))
+    own = {part.weights: part.own_job(config, policy) for part in used}
+    return {POLICY: policy} | {name: job for name, job in own.items() if job is not None}
 
 
 def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
-    # Every actor has the same rule then, which config/checks.py has seen to.
-    follows_actors = config.learner.distill is not None or config.learner.train_sparse
+    used = (part.job(config) for part in PARTS if part.setting(config))
+    of_parts = {name: value for fields in used for name, value in fields.items()}
     return LearnerJob(
         model_path=model_path,
         learner=config.learner,
@@ -381,16 +381,12 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         pad_id=pad_id,
         in_flight=StalenessBound.of(config.schedule).behind,
         threads=derived.stated_threads(config),
-        sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
-        critic=config.critic,
-        teacher=config.teacher,
-        rounding=derived.learner_rounding(config),
-        bitwise_positions=config.model.max_len if config.bitwise else 0,
         strata=config.strata,
         by_position=bool(derived.page_ranges(config)),
         shadow=config.correction.shadows,
+        **of_parts,
     )
 
 
@@ -408,41 +404,3 @@ def _longest_sampling(config: RunConfig) -> SamplingSpec:
     """`rollout` with the longest response of any task, which the learner divides by."""
     longest = max(config.rollout_of(label).max_new_tokens for label in config.tasks)
     return replace(config.rollout.sampling(), max_new_tokens=longest)
-
-
-def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
-    """The policy's own settings on the draft's model, with a KL to the policy."""
-    draft = config.learner.draft
-    path = next(iter(config.actor.values())).draft_path
-    assert draft is not None and path is not None
-    # Adapters would be the policy's: a draft is small enough to be trained whole.
-    own = {
-        "ranks": draft.ranks,
-        "lr": draft.lr,
-        "lora": None,
-        "draft": None,
-        "round_as": None,
-        "router_replay": False,
-    }
-    own_objective = {
-        "kl_coef": draft.kl_coef,
-        "kl_estimator": draft.kl_estimator,
-        "kl_in": "loss",
-        "ratio_to": "p_ref",  # tis weighs
-    }
-    return LearnerJob(
-        model_path=path,
-        learner=config.learner.model_copy(update=own),
-        objective=config.algorithm.model_copy(update=own_objective),
-        # The actors are the draft itself, so that only its age is to be corrected.
-        corrections={"tis": TisSpec()},
-        sampling=_longest_sampling(config),
-        task_advantages=_advantages(config),
-        task_temperatures=_temperatures(config),
-        total_steps=config.schedule.steps,
-        run_seed=config.seed,
-        pad_id=pad_id,
-        in_flight=StalenessBound.of(config.schedule).behind,
-        threads=derived.stated_threads(config),
-        frozen_path=model_path,
-    )

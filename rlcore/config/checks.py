@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
-from rlcore.config.combinations import check_combinations
+from rlcore.config.combinations import check_combinations, sent_adapters
 from rlcore.config.engines import check_engines, check_engines_in_run
 from rlcore.config.kinds import (
     check_kinds,
@@ -38,12 +38,7 @@ DIFFUSION = "rlcore.extras.diffusion.checks:check_diffusion"
 
 def check_adapters(c: RunConfig) -> None:
     """Adapters that are published by themselves (publish=adapter)."""
-    learner = c.learner
-    copy = learner.distill.lora if learner.distill is not None else None
-    for name, lora in {"lora": learner.lora, "distill.lora": copy}.items():
-        if lora is None or lora.publish == "merged":
-            continue
-        key = f"learner.{name}.publish=adapter"
+    for key in sent_adapters(c):
         for label, actor in c.actor.items():
             _adapter_over(key, label, actor)
 
@@ -61,7 +56,7 @@ def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
         "activations=none.",
     )
     refuse(
-        actor.kind != "draft" and "adapters" not in actor.facts(f"actor.{label}").provides,
+        not actor.own_model and "adapters" not in actor.facts(f"actor.{label}").provides,
         f"{key} needs engines that compute an adapter, and actor.{label}.engine={actor.engine} "
         "does not: use publish=merged.",
     )
@@ -71,9 +66,9 @@ def check_transport(c: RunConfig) -> None:
     """Check that the transport can carry the published weights."""
     transport = c.cluster.transport
     # A broadcast reaches every member of the group with the same tensors.
-    several = c.learner.distill is not None or any(a.kind == "draft" for a in c.actor.values())
+    own = _publishes_more(c) or any(actor.own_model for actor in c.actor.values())
     refuse(
-        several and c.cluster.joined,
+        own and c.cluster.joined,
         f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
         "with their own weights: choose object_store or disk.",
     )
@@ -81,6 +76,11 @@ def check_transport(c: RunConfig) -> None:
         _deltas(c)
     if transport in ("nccl", "ipc"):
         _engine_transfer(c, transport)
+
+
+def _publishes_more(c: RunConfig) -> bool:
+    """Return whether weights are published besides the policy's."""
+    return any(part.weights and part.setting(c) for part in PARTS)
 
 
 def _deltas(c: RunConfig) -> None:
@@ -99,7 +99,7 @@ def _deltas(c: RunConfig) -> None:
             "cluster.transport=object_store, or full_weights_every=1.",
         )
     refuse(
-        c.learner.distill is not None or c.learner.draft is not None,
+        _publishes_more(c),
         f"{key} is for runs that publish the policy alone, and learner.distill and learner.draft "
         "publish further weights: use full_weights_every=1.",
     )
@@ -374,7 +374,7 @@ def _drafts(c: RunConfig) -> None:
             f"vocabulary of model.path={c.model.path}: give {key}.draft_path.",
         )
         refuse(
-            actor.kind == "draft" and c.evaluation.dense_actor is False,
+            actor.own_model and c.evaluation.dense_actor is False,
             f"evaluation.dense_actor=false would evaluate the draft of {key} instead of the "
             "policy: leave it null or true.",
         )

@@ -71,12 +71,12 @@ def _cut(c: RunConfig) -> str | bool:
     return next((f"rollout.{n}={getattr(r, n)}" for n in on if on[n]), False)
 
 
-def _adapter(c: RunConfig) -> str | bool:
-    learner = c.learner
-    copy = learner.distill.lora if learner.distill is not None else None
-    given = {"lora": learner.lora, "distill.lora": copy}
-    sent = (n for n, lora in given.items() if lora is not None and lora.publish == "adapter")
-    return next((f"learner.{name}.publish=adapter" for name in sent), False)
+def sent_adapters(c: RunConfig) -> Iterator[str]:
+    """Settings by which adapters are published by themselves."""
+    own = {part.without.partition("=")[0]: part.adapters(c) for part in PARTS}
+    for name, lora in {"learner": c.learner.lora, **own}.items():
+        if lora is not None and lora.publish == "adapter":
+            yield f"{name}.lora.publish=adapter"
 
 
 def _speculation(c: RunConfig) -> str | bool:
@@ -138,7 +138,7 @@ OTHERS: dict[str, Feature] = {
     "DVP": Feature(lambda c: dvp_of(c) is not None and shown("correction", c.correction)),
     "truncated sampling": Feature(_cut),
     "min-p": Feature(lambda c: c.rollout.min_p > 0 and f"rollout.min_p={c.rollout.min_p:g}"),
-    "adapters published alone": Feature(_adapter),
+    "adapters published alone": Feature(lambda c: next(sent_adapters(c), False)),
     "proposing model": Feature(_speculation),
     "GPUs in turns": Feature(lambda c: c.schedule.colocated and "schedule.colocated=true"),
     "engines' own transport": Feature(

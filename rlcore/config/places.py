@@ -38,7 +38,7 @@ def _engine(label: str, actor: ActorSpec) -> None:
 
 
 def _no_further_engine(c: RunConfig) -> None:
-    drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
+    drafts = [label for label, actor in c.actor.items() if actor.own_model]
     refuse(
         bool(drafts),
         f"{KEY} cannot be combined with actor.{''.join(drafts[:1])}.kind=draft, whose run has a "
@@ -112,7 +112,7 @@ def check_gpu_shares(c: RunConfig) -> None:
 
 def _further_engine(c: RunConfig) -> str:
     """The setting that brings an engine for evaluations alone; "" if none does."""
-    drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
+    drafts = [label for label, actor in c.actor.items() if actor.own_model]
     if drafts:
         return f"actor.{drafts[0]}.kind=draft"
     return "evaluation.dense_actor=true" if c.evaluation.dense_actor else ""

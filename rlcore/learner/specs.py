@@ -20,6 +20,7 @@ from rlcore.weights.specs import RoundingSpec
 
 CRITIC = "critic"  # a companion that is not published
 SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
+DRAFT = "draft"  # a co-trained draft's weights, among them
 LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: MaxLoRARanks)
 
 
@@ -87,6 +88,9 @@ class DistillSpec(Spec):
         ),
         DeclaredMetric(
             "distill/clip_share", "share", "tokens of the sparse copy's loss outside its clip range"
+        ),
+        DeclaredMetric(
+            "time/learner_distill_s", "s", "the step of the sparse copy (DistillSparse)", "sum"
         ),
     )
 
@@ -183,6 +187,7 @@ class CriticSpec(ValueSpec):
             otherwise="lower `critic.lr`",
         ),
         DeclaredMetric("critic/lr", "1", "learning rate of the critic's step"),
+        DeclaredMetric("time/learner_critic_s", "s", "the step of the critic", "sum"),
     )
 
     unread: ClassVar[tuple[Unread, ...]] = (

@@ -1,10 +1,12 @@
 """Metrics of the learner: corrections, losses and training batches."""
 
 from collections.abc import Iterator
+from typing import get_type_hints
 
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.metrics.metric import CUT, FLAT, Metric
 from rlcore.registry import load_object
+from rlcore.spec import held
 
 CORRECTION = "see the page of the correction under [Corrections](corrections/index.md)"
 ESS = "[ESS falls](troubleshooting.md#ess-falls)"
@@ -26,14 +28,13 @@ def _statistics() -> Iterator[Metric]:
         yield Metric(f"correction/<name>/{name}", unit, said, healthy=usual, otherwise=CORRECTION)
 
 
-# whose parts of a learner have metrics of theirs
-PARTS = (
-    "rlcore.learner.specs:LearnerSpec",
-    "rlcore.learner.specs:CriticSpec",
-    "rlcore.objectives.specs:TeacherSpec",
-    "rlcore.learner.specs:DistillSpec",
-    "rlcore.learner.specs:DraftLearnerSpec",
-)
+def _of_settings() -> Iterator[Metric]:
+    """The metrics that settings of a learner and of its parts declare."""
+    for hint in get_type_hints(load_object("rlcore.learner.specs:LearnerJob")).values():
+        for spec in held(hint):
+            yield from (Metric(*said) for said in spec.declared())
+
+
 LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
         "shadow/<list>/kept_share",
@@ -219,5 +220,5 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "nats²",
         "variance of a response's log-prob by the mask (masked diffusion)",
     ),
-    *(Metric(*said) for where in PARTS for said in load_object(where).metrics),
+    *_of_settings(),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from rlcore.spec import Reduction
+from rlcore.spec import DeclaredMetric
 
 # Groups of metrics of samples, which exist by the kind of actors that drew them, too.
 BY_KIND = (
@@ -37,20 +35,11 @@ EXPLAINING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One declared metric. `reduction` combines the values of several steps (a summary, a thinned
-    curve).
+class Metric(DeclaredMetric):
+    """One declared metric, by which the rows of a run are read.
 
     Example: Metric("time/publish_s", "s", "publishing weights", "sum")
     """
-
-    name: str
-    unit: str
-    meaning: str
-    reduction: Reduction = "mean"
-    healthy: str = ""  # the usual range; "": the metric describes a run and has none
-    otherwise: str = ""  # the advice outside of the range, in Markdown
 
     @property
     def by_kind(self) -> bool:

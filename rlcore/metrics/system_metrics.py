@@ -113,20 +113,6 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "sum",
     ),
     Metric("time/shadow_s", "s", "weights of the lists of correction.shadow, of these", "sum"),
-    Metric("time/learner_distill_s", "s", "the step of the sparse copy (DistillSparse)", "sum"),
-    Metric("time/learner_critic_s", "s", "the step of the critic", "sum"),
-    Metric(
-        "time/learner_teacher_s",
-        "s",
-        "the learner computing the teacher's scores, of a phase in the row of its first step",
-        "sum",
-    ),
-    Metric(
-        "time/teacher_engine_s",
-        "s",
-        "a teacher's engines computing the scores of the batch's records",
-        "sum",
-    ),
     Metric("time/learner_busy_s", "s", "a forecast learner computing", "sum"),
     Metric(
         "throughput/rollout_tokens_per_s",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.models.folder import read_config, read_shapes
+from rlcore.models.specs import FreshModelSpec
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -97,6 +98,16 @@ class ModelSizes:
     def key_bytes(self, tokens: int, width: int = 2) -> float:
         """Keys and values of a sequence."""
         return 2.0 * self.layer.layers * self.layer.keys * width * tokens
+
+
+def fresh_parameters(spec: FreshModelSpec, alphabet: int) -> int:
+    """Parameters of a fresh model whose tokenizer has `alphabet` entries."""
+    # Of the Qwen3 architecture; the biases that other models have it does without.
+    hidden, head = spec.hidden_size, spec.head_dim
+    attention = hidden * head * (2 * spec.heads + 2 * spec.kv_heads) + 2 * head  # and QK norms
+    layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
+    vocabulary = (spec.vocab_size or alphabet) * hidden * (1 if spec.tie_embeddings else 2)
+    return vocabulary + spec.layers * layer + hidden
 
 
 def folder_parameters(model_path: str) -> int:

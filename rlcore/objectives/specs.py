@@ -224,6 +224,18 @@ class TeacherSpec(Spec):
             otherwise="`teacher=engine`: raise `teacher.engine.count` or "
             "`teacher.engine.timeout_s`; log.jsonl says which engines were replaced",
         ),
+        DeclaredMetric(
+            "time/learner_teacher_s",
+            "s",
+            "the learner computing the teacher's scores, of a phase in the row of its first step",
+            "sum",
+        ),
+        DeclaredMetric(
+            "time/teacher_engine_s",
+            "s",
+            "a teacher's engines computing the scores of the batch's records",
+            "sum",
+        ),
     )
 
     unread: ClassVar[tuple[Unread, ...]] = (

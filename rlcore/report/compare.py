@@ -30,12 +30,12 @@ from rlcore.metrics.intervals import (
 )
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import Run, read_run, require_run, run_folders
-from rlcore.report.curves import Asked, Format, write_curves
+from rlcore.report.curves import Asked, write_curves
 from rlcore.report.page import families, write_report
 
 
 def report(
-    run_dirs: Sequence[str], out: str | None, curves: tuple[Format, Asked] | None = None
+    run_dirs: Sequence[str], out: str | None, curves: tuple[str, Asked] | None = None
 ) -> int:
     """Write the report, or with `curves` the figures asked for, and print where it is; a sweep's
     folder stands for its runs. Raises UserError for a folder that holds no run."""

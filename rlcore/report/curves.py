@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlcore.errors import UserError
 from rlcore.files import replace_file
@@ -21,8 +21,6 @@ from rlcore.metrics.run_folder import read_run
 from rlcore.report.figures import Family
 from rlcore.report.page import distinct, families
 
-Format = Literal["svg", "pdf", "csv"]
-FORMATS: tuple[Format, ...] = ("svg", "pdf", "csv")
 # Metrics drawn by default, if the runs have them.
 USUAL = ("reward/mean", "staleness/mean", "mismatch/kl_k3")
 GRID = 200  # points of curves whose runs share no x
@@ -62,9 +60,7 @@ class Asked:
     smooth: int = 1
 
 
-def write_curves(
-    run_dirs: Sequence[str], form: Format, asked: Asked, out: str | None = None
-) -> Path:
+def write_curves(run_dirs: Sequence[str], form: str, asked: Asked, out: str | None = None) -> Path:
     """Write the curves of runs to `out` (default: curves.FORMAT in the working directory).
 
     Raises UserError for a folder without a run, an unknown metric, labels that do not fit, and
@@ -246,7 +242,7 @@ def as_csv(drawn: Sequence[Curve], asked: Asked) -> str:
     return file.getvalue()
 
 
-def _draw(drawn: Sequence[Curve], asked: Asked, target: Path, form: Format) -> None:
+def _draw(drawn: Sequence[Curve], asked: Asked, target: Path, form: str) -> None:
     """One panel a metric, one colour a configuration, a band from low to high."""
     try:
         from matplotlib import rc_context

@@ -206,6 +206,11 @@ class ActorSpec(RoundingSpec):
     temperature_scale: float = setting(1.0, "actor temperature error, to study mismatch", gt=0)
 
     @property
+    def own_model(self) -> bool:
+        """True if it samples with another model than the policy's."""
+        return self.kind == "draft"
+
+    @property
     def on_cpu(self) -> bool:
         return self.num_gpus == 0
 
@@ -281,12 +286,12 @@ class ActorSpec(RoundingSpec):
         if self.engine in ENGINE_FACTS:  # a user's own is asked after its class was imported
             self.facts(key).refuse(self, key)
         refuse(
-            self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
+            not self.own_model and (self.draft_path is not None or self.draft_fresh is not None),
             f"{key}.draft_path={self.draft_path} and {key}.draft_fresh cannot be combined with "
             f"{key}.kind={self.kind}: only a draft actor has its own model.",
         )
         refuse(
-            self.kind == "draft" and (self.draft_path is None) == (self.draft_fresh is None),
+            self.own_model and (self.draft_path is None) == (self.draft_fresh is None),
             f"{key}.draft_path={self.draft_path}: a draft actor needs exactly one of draft_path, "
             "a model folder, and draft_fresh, a small model made and warmed up as the policy is.",
         )

@@ -71,3 +71,8 @@ class RoundingSpec(Spec):
     precise_layers: int = setting(
         0, "emulated rounding: decoder layers that are not rounded either, the last ones", ge=0
     )
+
+    @property
+    def alone(self) -> RoundingSpec:
+        """Without what a specification that inherits this one adds."""
+        return RoundingSpec(**{name: getattr(self, name) for name in RoundingSpec.model_fields})

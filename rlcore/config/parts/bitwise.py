@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlcore.config.parts.part import PartFacts
 from rlcore.config.schema import RunConfig
@@ -25,6 +26,9 @@ class BitwisePart(PartFacts):
             for other, used, why in _actor(c, label, actor):
                 key = f"actor.{label}.{other}"
                 refuse(used, f"bitwise=true cannot be combined with {key}, {why}.")
+
+    def job(self, c: RunConfig) -> Mapping[str, Any]:
+        return {"bitwise_positions": c.model.max_len}
 
     def unplanned(self, c: RunConfig, *, by_gpu: bool) -> str:
         if not (by_gpu and c.bitwise):

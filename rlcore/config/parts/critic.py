@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rlcore.config.kinds import shown
 from rlcore.config.parts.part import NO_WORK, Adapted, PartFacts, Work
@@ -44,6 +45,9 @@ class CriticPart(PartFacts):
     def check_used(self, c: RunConfig) -> None:
         _bootstrap(c)
         _traces(c)
+
+    def job(self, c: RunConfig) -> Mapping[str, Any]:
+        return {"critic": c.critic}
 
     def described(self, c: RunConfig) -> Mapping[str, Spec]:
         return {"critic": c.critic}

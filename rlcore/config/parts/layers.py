@@ -3,6 +3,9 @@ products of FP8 numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rlcore.config.parts.part import PartFacts
 from rlcore.config.schema import RunConfig
 from rlcore.spec import refuse
@@ -43,6 +46,9 @@ class RoundingPart(PartFacts):
             f"{key} rounds the same layers throughout, and actor.{label}.target.moves=layers "
             "changes them: move something else, or use round_as=null.",
         )
+
+    def job(self, c: RunConfig) -> Mapping[str, Any]:
+        return {"rounding": c.actor[c.learner.round_as or ""].alone}
 
     def unplanned(self, c: RunConfig, *, by_gpu: bool) -> str:
         if not (by_gpu and self.setting(c)):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rlcore.config.schema import RunConfig
-from rlcore.learner.specs import LoraSpec
+from rlcore.learner.specs import LearnerJob, LoraSpec
 from rlcore.models.sizes import ModelSizes, Parts
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import Spec
 
 #: entries that adapters of the policy's model train; None for None: all
 Adapted = Callable[[LoraSpec | None], float | None]
+#: parameters of the policy's model that are published with adapters; None: it is trained whole
+Sent = Callable[[LoraSpec | None], int]
 
 
 class Work(NamedTuple):
@@ -44,9 +46,10 @@ class PartFacts:
     """A part as a run without it has it: the base of the classes in this folder.
 
     Each reader is a loop over `PARTS`: the rules (`config/checks.py`), the pairs of
-    `config/combinations.py`, roles and nodes, memory, the dry run, the forecast, the warm-up. A
-    method that takes a configuration is asked whether the run uses the part or not, but for
-    `check_used`, `described` and `plain`.
+    `config/combinations.py`, roles and nodes, memory, the dry run, the forecast, the warm-up, jobs
+    of ranks. `adapters`, `check` and methods that return nothing for a run without the part are
+    asked of every run; `check_used`, `described`, `published`, `job`, `own_job` and `plain`, where
+    it is used.
     """
 
     name: ClassVar[str]  # in the table of combinations
@@ -57,6 +60,9 @@ class PartFacts:
     in_rates: ClassVar[bool] = False
     #: optional methods of a training engine that the part calls
     methods: ClassVar[tuple[str, ...]] = ()
+    #: the kind of actors that load the part's weights instead of the policy's, and these by name
+    kind: ClassVar[str] = ""
+    weights: ClassVar[str] = ""
 
     def setting(self, c: RunConfig) -> str:
         """The setting by which a run uses the part; empty: it does not.
@@ -89,6 +95,22 @@ class PartFacts:
     def unplanned(self, c: RunConfig, *, by_gpu: bool) -> str:
         """A sentence if no forecast of the run can be made; `by_gpu`: by a GPU's figures alone."""
         return ""
+
+    def adapters(self, c: RunConfig) -> LoraSpec | None:
+        """The adapters that `weights` are of, if they are the policy's with some."""
+        return None
+
+    def published(self, c: RunConfig, sent: Sent, alphabet: int) -> int:
+        """Parameters of `weights`. `alphabet`: entries of the policy's tokenizer."""
+        return 0
+
+    def job(self, c: RunConfig) -> Mapping[str, Any]:
+        """Fields of the policy's `LearnerJob` by which its ranks have the part."""
+        return {}
+
+    def own_job(self, c: RunConfig, policy: LearnerJob) -> LearnerJob | None:
+        """The job of ranks that train `weights` by themselves. `policy`: the policy's ranks'."""
+        return None
 
     def ranks(self, c: RunConfig) -> int:
         """Learner ranks that it has besides the policy's."""

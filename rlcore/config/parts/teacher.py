@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlcore.config.parts.part import NO_WORK, Adapted, HeldEngine, PartFacts, Work
 from rlcore.config.places import tied_by
@@ -42,6 +43,9 @@ class TeacherPart(PartFacts):
         _sampled(c)
         if c.teacher.kind == "engine":
             _engine(c)
+
+    def job(self, c: RunConfig) -> Mapping[str, Any]:
+        return {"teacher": c.teacher}
 
     def described(self, c: RunConfig) -> Mapping[str, Spec]:
         return {"teacher": c.teacher}
@@ -132,7 +136,7 @@ def _engine(c: RunConfig) -> None:
     """An engine has a model that stays as it is, scores at temperature 1, has its own resources,
     and is asked before a sample counts as lost."""
     label = c.teacher.actor
-    own = [name for name, actor in c.actor.items() if actor.kind == "draft"]
+    own = [name for name, actor in c.actor.items() if actor.own_model]
     refuse(
         label is not None and label not in own,
         f"teacher.actor={label} is not a draft actor of the run, which has "
