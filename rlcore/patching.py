@@ -2,7 +2,7 @@
 version that was never tried is reported.
 
 The patches of vLLM are in `rollout/engines/vllm/patches.py`, patches of torch, transformers, PEFT
-and DeepSpeed in `learner/engines/patches.py`, of Ray in `cluster/ray_cluster.py`.
+and DeepSpeed in `learner/engines/deepspeed_patches.py`, of Ray in `cluster/ray_cluster.py`.
 """
 
 from __future__ import annotations

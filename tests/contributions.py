@@ -163,7 +163,7 @@ PART_METRIC = '    metrics: ClassVar = (DeclaredMetric("loss/mine", "1", "x"),)\
 PART_FIXED = '    fixed: ClassVar = {"mine": Fixed.WEIGHTS}\n'
 PART = '''"""Facts of a part."""
 
-from rlcore.config.parts.part import PartFacts
+from rlcore.config.parts.part_facts import PartFacts
 
 
 class MinePart(PartFacts):
@@ -372,10 +372,10 @@ def contributions() -> dict[str, list[Piece]]:
                 "learner.mine.mine: name it in",
             ),
             Piece("the line that builds it", BUILD, _built, MADE, "MyPart"),
-            Piece("its facts", "rlcore/config/parts/mine.py", end(PART), "", ""),
+            Piece("its facts", "rlcore/config/parts/mine_facts.py", end(PART), "", ""),
             Piece(
                 "its method `setting`",
-                "rlcore/config/parts/mine.py",
+                "rlcore/config/parts/mine_facts.py",
                 end(SETTING),
                 PARTS,
                 "MinePart lacks setting",
@@ -464,9 +464,11 @@ def _built(old: str) -> str:
 
 def _listed(old: str) -> str:
     """Import the part and list it, in `config/parts/__init__.py`."""
-    line = "from rlcore.config.parts.mine import MinePart\n"
+    line = "from rlcore.config.parts.mine_facts import MinePart\n"
     anchor = "PARTS: tuple[PartFacts, ...] = (\n"
-    return after(anchor, "    MinePart(),\n")(_before("from rlcore.config.parts.part", line)(old))
+    return after(anchor, "    MinePart(),\n")(
+        _before("from rlcore.config.parts.part_facts", line)(old)
+    )
 
 
 def _before(anchor: str, text: str) -> Callable[[str], str]:
@@ -573,7 +575,7 @@ def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, Piece]]:
 
 def line(name: str, piece: Piece) -> str:
     """The row of tests/contributions.md that says which test names a forgotten piece."""
-    file = re.sub(r"\bmine\.", "NAME.", piece.file)
+    file = re.sub(r"\bmine(?=[._])", "NAME", piece.file)
     place, _, test = piece.test.removeprefix("tests/").partition("::")
     return f"| {name} | {piece.what} | `{file}` | `{place}`: {test} |"
 

@@ -226,7 +226,7 @@ def plan(**changes: Any) -> Part:
     """A schedule that goes on with a run at step 5, in phases of 4 batches, twice each."""
 
     def part(at: Path) -> None:
-        from rlcore.loop.plan import Plan, Progress
+        from rlcore.loop.run_plan import Plan, Progress
         from rlcore.loop.specs import ScheduleSpec
 
         settings = {"steps": 24, "max_staleness": 3, "epochs": 2, "steps_per_phase": 4}

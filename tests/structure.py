@@ -273,6 +273,7 @@ def exceptions(folder: Path = ROOT / "rlcore") -> dict[str, list[str]]:
         f"files under {SMALL_FILE} lines with a single importer": _single_importers(folder),
         "circles of imports": import_circles(folder),
         "class names used twice": _repeated_classes(found),
+        "file names used twice": _repeated_files(found),
         f"functions over {FUNCTION_LINES} lines": sorted(
             r.where for source in found for r in routines(source) if r.length > FUNCTION_LINES
         ),
@@ -306,6 +307,13 @@ def _repeated_classes(found: list[Source]) -> list[str]:
         node.name for source in found for node in source.tree.body if isinstance(node, ast.ClassDef)
     ]
     return sorted({name for name in names if names.count(name) > 1})
+
+
+def _repeated_files(found: list[Source]) -> list[str]:
+    """Names that files of several folders have, but for what each package may have."""
+    names = [source.path.name for source in found]
+    usual = {"__init__.py", "specs.py", "protocols.py"}
+    return sorted({name for name in names if names.count(name) > 1} - usual)
 
 
 def differences() -> tuple[list[str], list[str]]:

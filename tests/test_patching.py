@@ -15,7 +15,7 @@ from rlcore.patching import Patch
 RLCORE = Path(__file__).resolve().parents[1] / "rlcore"
 LISTS = (
     "rlcore.rollout.engines.vllm.patches",
-    "rlcore.learner.engines.patches",
+    "rlcore.learner.engines.deepspeed_patches",
     "rlcore.cluster.ray_cluster",
 )
 

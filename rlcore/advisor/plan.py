@@ -30,7 +30,7 @@ from rlcore.advisor.planner.specs import ActorRates, EpisodeSpec, LengthSpec, Ra
 from rlcore.commands import derived
 from rlcore.config.compose import load
 from rlcore.config.parts import PARTS
-from rlcore.config.parts.part import NO_WORK, HeldEngine, Work
+from rlcore.config.parts.part_facts import NO_WORK, HeldEngine, Work
 from rlcore.config.schema import RunConfig
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError

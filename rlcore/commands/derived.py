@@ -14,7 +14,7 @@ from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
-from rlcore.loop.plan import Plan
+from rlcore.loop.run_plan import Plan
 from rlcore.loop.targets import PageRange
 from rlcore.metrics.health import Health
 from rlcore.metrics.rules.base import Course

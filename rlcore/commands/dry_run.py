@@ -29,8 +29,8 @@ from rlcore.config.unread import unread
 from rlcore.errors import Faults
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.loop import checkpoint
-from rlcore.loop.plan import Progress
 from rlcore.loop.prompts import HeldOutRequests
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import EvaluationSpec
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows

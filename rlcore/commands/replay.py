@@ -28,7 +28,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import written
 from rlcore.errors import UserError
 from rlcore.loop import checkpoint
-from rlcore.loop.plan import Plan
+from rlcore.loop.run_plan import Plan
 from rlcore.metrics.console import wide_console
 from rlcore.metrics.health import RECORDER
 from rlcore.metrics.rows import Row, run_rows

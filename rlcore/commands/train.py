@@ -52,7 +52,7 @@ from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
 from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.evaluation import Evaluator
-from rlcore.loop.plan import Progress
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.log import NAME as LOG

@@ -24,7 +24,7 @@ from rlcore.types import (
 )
 
 if TYPE_CHECKING:
-    from rlcore.environments.processes import Link
+    from rlcore.environments.episode_processes import Link
     from rlcore.environments.protocol import Renderer
 
 TURN = "#"  # in the purpose of what the engine is asked for: a turn of an episode

@@ -8,7 +8,7 @@ from collections import deque
 from rlcore.environments.protocol import Action, Environment, Opening, Reply
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
-from rlcore.tasks.games import AlphabetSort as Names
+from rlcore.tasks.game_problems import AlphabetSort as Names
 from rlcore.types import Grade, Item
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlcore.environments.episode import Conversation, EpisodeState, Played
-from rlcore.environments.processes import EnvironmentDied, EnvironmentServer, Link
+from rlcore.environments.episode_processes import EnvironmentDied, EnvironmentServer, Link
 from rlcore.environments.protocol import Opening, Renderer
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import StageError

@@ -18,10 +18,10 @@ import aiohttp
 
 from rlcore.interfaces import Split
 from rlcore.tasks.arguments import ArgumentError
-from rlcore.tasks.records import Record, RecordTask, RowError, pick, pick_text
 from rlcore.tasks.rewards.protocols import RewardQuery, RewardVerdict, Unjudged
 from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import LeanSpec
+from rlcore.tasks.row_tasks import Record, RecordTask, RowError, pick, pick_text
 from rlcore.types import Grade, Item, ScoreStatus
 
 FENCE = re.compile(r"```[ \t]*(?:lean4?|tactics)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

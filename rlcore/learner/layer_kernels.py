@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlcore.errors import UserError
-from rlcore.learner.engines.patches import NORM, ROTARY_LLAMA, ROTARY_QWEN3, SWIGLU
+from rlcore.learner.engines.deepspeed_patches import NORM, ROTARY_LLAMA, ROTARY_QWEN3, SWIGLU
 from rlcore.reasons import message_of
 
 _EPSILONS = ("variance_epsilon", "eps")  # what transformers' norms call it

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import UserError
 from rlcore.files import follow_umask
-from rlcore.learner.engines.patches import ADAPTED_LINEAR
+from rlcore.learner.engines.deepspeed_patches import ADAPTED_LINEAR
 from rlcore.learner.specs import LoraSpec
 from rlcore.weights.adapters import factor_names
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.loop.plan import Plan
 from rlcore.loop.role_protocols import Batch, Clients
+from rlcore.loop.run_plan import Plan
 from rlcore.loop.timing import now
 
 Batches = dict[int, Batch]  # by step

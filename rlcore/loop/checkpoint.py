@@ -25,7 +25,7 @@ from typing import Any
 
 from rlcore.errors import StageError, UserError
 from rlcore.files import new_folder, replace_file, sync
-from rlcore.loop.plan import Progress
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import CheckpointSpec
 
 MANIFEST = "MANIFEST.json"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from rlcore.errors import Collapsed
-from rlcore.loop.plan import Plan, Progress
+from rlcore.loop.run_plan import Plan, Progress
 
 SIGNS = frozenset({"answer_kl", "fallen"})  # rules of logging.warnings
 SETTLES = 3  # rows that these rules judge: until they are new, what they say was acted on

@@ -30,9 +30,9 @@ from rlcore.loop.batch_queue import Batches, BatchQueue
 from rlcore.loop.collapse import HELD, Collapse
 from rlcore.loop.dispatcher import Dispatcher, LoopParts
 from rlcore.loop.fleet import Fleet
-from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.publisher import Colocation, Publisher
 from rlcore.loop.role_protocols import BufferClient, Clients
+from rlcore.loop.run_plan import Plan, Progress
 from rlcore.loop.saver import CheckpointPace, CheckpointRequest
 from rlcore.loop.shares import worth
 from rlcore.loop.targets import Ranges, SetPoints

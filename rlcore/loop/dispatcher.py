@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rlcore.errors import StageError, UserError
 from rlcore.interfaces import Reporter
 from rlcore.loop.members import Held
-from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.role_protocols import BufferClient, Missing
+from rlcore.loop.run_plan import Plan, Progress
 from rlcore.loop.shares import KindShares
 from rlcore.loop.timing import in_turns, now
 from rlcore.types import request_id

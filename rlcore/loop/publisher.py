@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.loop.fleet import Fleet
-from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.role_protocols import ActorClient, Clients, LearnerClient, Publication, Sent
+from rlcore.loop.run_plan import Plan, Progress
 from rlcore.loop.timing import PUBLICATIONS, Timeline, now
 
 # Engines and learner on the same GPUs, in turn (`schedule.colocated`).

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
-from rlcore.loop.plan import Progress
 from rlcore.loop.role_protocols import Clients
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import CheckpointSpec
 from rlcore.loop.timing import now
 

@@ -447,7 +447,7 @@ def start_teacher(job: EngineJob) -> Any:
     return load_object(TEACHER_ENGINE)(job)
 
 
-TEACHER_ENGINE = "rlcore.rollout.engines.vllm.teacher:TeacherEngine"
+TEACHER_ENGINE = "rlcore.rollout.engines.vllm.teacher_scores:TeacherEngine"
 ENGINES: dict[str, str] = {
     "vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine",
     "diffusion": "rlcore.extras.diffusion.engine:DiffusionEngine",

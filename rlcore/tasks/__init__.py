@@ -15,13 +15,13 @@ from rlcore.tasks.grades import wants_tokens
 from rlcore.tasks.specs import EvalTaskSpec
 
 TASKS: dict[str, str] = {
-    "alphabet_sort": "rlcore.tasks.games:AlphabetSort",
+    "alphabet_sort": "rlcore.tasks.game_problems:AlphabetSort",
     "arithmetic": "rlcore.tasks.arithmetic:Arithmetic",
     "countdown": "rlcore.tasks.countdown:Countdown",
     "digits": "rlcore.tasks.digits:Digits",
     "file": "rlcore.tasks.file:FileTask",
     "gsm8k": "rlcore.tasks.gsm8k:Gsm8k",
-    "higher_lower": "rlcore.tasks.games:HigherLowerTask",
+    "higher_lower": "rlcore.tasks.game_problems:HigherLowerTask",
     "lean": "rlcore.extras.lean:Lean",
     "leetcode": "rlcore.tasks.code:Leetcode",
     "math": "rlcore.tasks.math:Math",

@@ -15,7 +15,7 @@ from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
 from rlcore.tasks.fences import find_program
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.program_names import BadTests, program_tests
-from rlcore.tasks.records import Record, RecordTask, RowError, pick, pick_text
+from rlcore.tasks.row_tasks import Record, RecordTask, RowError, pick, pick_text
 from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError, available
 from rlcore.types import Grade, Item
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlcore.tasks.arguments import ArgumentError, one_of
-from rlcore.tasks.records import (
+from rlcore.tasks.reward_functions import GROUND_TRUTH, OWN, RewardFunction, weighted_sum
+from rlcore.tasks.row_files import fault
+from rlcore.tasks.row_tasks import (
     Record,
     RecordTask,
     RowError,
@@ -16,8 +18,6 @@ from rlcore.tasks.records import (
     pick_question,
     pick_text,
 )
-from rlcore.tasks.reward_functions import GROUND_TRUTH, OWN, RewardFunction, weighted_sum
-from rlcore.tasks.row_files import fault
 from rlcore.types import Grade, Item
 
 BY_FORM = "auto"  # the first of the columns that the grader's form names

@@ -9,7 +9,7 @@ from typing import Any
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.math_answers import final_number, is_number, number_text, spelled
-from rlcore.tasks.records import (
+from rlcore.tasks.row_tasks import (
     Record,
     RecordTask,
     RowError,

@@ -7,7 +7,7 @@ from typing import Any
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed, spelled
-from rlcore.tasks.records import (
+from rlcore.tasks.row_tasks import (
     Record,
     RecordTask,
     accepted,

@@ -17,7 +17,7 @@ from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.code import CodeTask, own_frames
 from rlcore.tasks.fences import find_program
 from rlcore.tasks.grades import weighted
-from rlcore.tasks.records import Record, RowError, pick, pick_text
+from rlcore.tasks.row_tasks import Record, RowError, pick, pick_text
 from rlcore.tasks.sandbox import ProgramTests, Sandbox, available
 from rlcore.types import Grade, Item
 

@@ -9,7 +9,7 @@ from rlcore.advisor.planner.gpus import (
     actor_rates,
     learner_rates,
 )
-from rlcore.config.parts.part import Work
+from rlcore.config.parts.part_facts import Work
 
 H100, MODEL = GPUS["h100"], SHAPES["qwen3-8b"]
 

@@ -161,7 +161,7 @@ def test_critics_and_teachers_are_counted_in_the_learner(monkeypatch):
     assert counted("algorithm=ppo", "critic=model") == (1, 6, 2)
     assert counted("algorithm=ppo", "critic=value_head") == (0, 2, 2)
     assert counted("teacher=policy") == (0, 0, 4)
-    monkeypatch.setattr("rlcore.config.parts.teacher.folder_parameters", lambda path: 5.0)
+    monkeypatch.setattr("rlcore.config.parts.teacher_facts.folder_parameters", lambda path: 5.0)
     assert counted("teacher=frozen", "teacher.path=here") == (0, 0, 10)
     assert counted("teacher=frozen", "teacher.path=here", "teacher.top_k=null") == (0, 10, 0)
     assert counted("teacher=engine", "teacher.path=here") == (0, 0, 0)

@@ -19,7 +19,7 @@ from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.process_tuning import NEVER, keep_passes_short
 from rlcore.cluster.start import start_buffer, wait_started
 from rlcore.commands import train
-from rlcore.loop.plan import Progress
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 
 

@@ -12,7 +12,7 @@ from rlcore.commands.collapsed import Rollback, rollbacks, slowed
 from rlcore.commands.train import StopSignals
 from rlcore.errors import Collapsed
 from rlcore.loop import checkpoint
-from rlcore.loop.plan import Progress
+from rlcore.loop.run_plan import Progress
 from rlcore.metrics.rows import read_rows
 
 WORDS = (

@@ -8,7 +8,7 @@ import pytest
 from rlcore.config import parts
 from rlcore.config.combinations import FEATURES
 from rlcore.config.compose import load
-from rlcore.config.parts.part import PartFacts
+from rlcore.config.parts.part_facts import PartFacts
 
 BASES = ["run_dir=x", "experiment=quickstart"]
 USED = {

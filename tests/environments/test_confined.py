@@ -8,7 +8,7 @@ import pytest
 from environment_fakes import make_job
 from timing import deadline
 
-from rlcore.environments.processes import EnvironmentServer
+from rlcore.environments.episode_processes import EnvironmentServer
 
 pytestmark = pytest.mark.processes
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing import deadline, wait_until
 
+from rlcore.environments.episode_processes import Link
 from rlcore.environments.play import Play
-from rlcore.environments.processes import Link
 from rlcore.errors import StageError
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.seeding import derive_seed

@@ -11,8 +11,8 @@ from timing import deadline, wait_until
 
 from rlcore.errors import DeadlineExceeded, OwnershipLost, StageError, UserError
 from rlcore.loop import checkpoint
-from rlcore.loop.plan import Progress
 from rlcore.loop.role_protocols import Clients
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.saver import CheckpointRequest, Disk, Saver
 from rlcore.loop.specs import CheckpointSpec
 

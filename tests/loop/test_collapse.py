@@ -11,7 +11,7 @@ from rlcore.advisor.simulate.loop import Scenario, SimulatedReporter, Simulation
 from rlcore.errors import Collapsed
 from rlcore.loop import checkpoint
 from rlcore.loop.collapse import HELD, QUIET, SETTLES, SIGNS, Collapse
-from rlcore.loop.plan import Progress
+from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.metrics.health import Health
 from rlcore.metrics.rules.base import Course

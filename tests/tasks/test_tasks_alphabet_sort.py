@@ -4,7 +4,7 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.games import LETTERS, NAMES
+from rlcore.tasks.game_problems import LETTERS, NAMES
 
 
 @pytest.mark.parametrize(("style", "pool"), [("names", NAMES), ("letters", LETTERS)])

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.records import Question, RowError, pick_question
+from rlcore.tasks.row_tasks import Question, RowError, pick_question
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2+2?"}

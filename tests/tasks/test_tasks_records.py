@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.records import Record, RecordTask
+from rlcore.tasks.row_tasks import Record, RecordTask
 
 DATA = Path(__file__).parent.parent / "data"
 GSM8K = {

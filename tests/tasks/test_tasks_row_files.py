@@ -15,8 +15,8 @@ from rlcore.errors import UserError
 from rlcore.tasks import make_task
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.math import Math
-from rlcore.tasks.records import Record
 from rlcore.tasks.row_files import rows
+from rlcore.tasks.row_tasks import Record
 
 ROWS = [{"question": f"{n}?", "turns": [{"role": "user", "content": str(n)}]} for n in range(6)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.advisor.planner.specs import ActorRates, LearnerRates
-from rlcore.config.parts.part import NO_WORK, Work
+from rlcore.config.parts.part_facts import NO_WORK, Work
 from rlcore.metrics.limit import PASS, TRAINED
 
 GB, TERA = 1e9, 1e12

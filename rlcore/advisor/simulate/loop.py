@@ -27,7 +27,6 @@ from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
-from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.prompts import (
     Difficulty,
     HeldOutRequests,
@@ -39,6 +38,7 @@ from rlcore.loop.prompts import (
     task_seed,
 )
 from rlcore.loop.role_protocols import Clients, RoleWatch, Spawned
+from rlcore.loop.run_plan import Plan, Progress
 from rlcore.loop.saver import Saver
 from rlcore.loop.specs import (
     CheckpointSpec,

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError, UserError
+from rlcore.learner.engines.deepspeed_patches import MOMENTS_LINKED
 from rlcore.learner.engines.model_parallel import ModelParts, whole_shape
-from rlcore.learner.engines.patches import MOMENTS_LINKED
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.state_files import (
     HeldTensor,

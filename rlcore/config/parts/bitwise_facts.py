@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlcore.config.parts.part import PartFacts
+from rlcore.config.parts.part_facts import PartFacts
 from rlcore.config.schema import RunConfig
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse

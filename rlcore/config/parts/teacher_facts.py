@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlcore.config.parts.part import NO_WORK, Adapted, HeldEngine, PartFacts, Work
+from rlcore.config.parts.part_facts import NO_WORK, Adapted, HeldEngine, PartFacts, Work
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.dvp import DvpSpec

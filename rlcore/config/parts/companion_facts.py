@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config.parts.part import PartFacts, Sent
+from rlcore.config.parts.part_facts import PartFacts, Sent
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.tis import TisSpec
 from rlcore.learner.specs import DRAFT, SPARSE_COPY, LearnerJob, LoraSpec

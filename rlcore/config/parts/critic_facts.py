@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlcore.config.kinds import shown
-from rlcore.config.parts.part import NO_WORK, Adapted, PartFacts, Work
+from rlcore.config.parts.part_facts import NO_WORK, Adapted, PartFacts, Work
 from rlcore.config.schema import RunConfig
 from rlcore.engine_facts import RankLoad
 from rlcore.learner.specs import CriticSpec

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config.parts.part import PartFacts
+from rlcore.config.parts.part_facts import PartFacts
 from rlcore.config.schema import RunConfig
 from rlcore.spec import refuse
 
