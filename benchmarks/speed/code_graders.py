@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.harness import machine, table
 from benchmarks.status import run_and_record
+from rlcore.graders.sandbox import Limits, Sandbox
 from rlcore.tasks import format_prompt_id, make_task
-from rlcore.tasks.sandbox import Limits, Sandbox
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.testing.records import make_answer

@@ -4,10 +4,9 @@ The server is a program of a user's that speaks the protocol over its input and 
 line (modelcontextprotocol.io/specification/2025-06-18, transport "stdio"). Each episode has its own
 server, which ends with it, so that no other episode sees what tools have changed.
 
-The client of the package mcp (2.3: mcp/client/stdio.py) is not used. It starts a server in another
-session (`start_new_session=True`), so that the SIGKILL by which an episode ends at its deadline, to
-the process group of the environment, would not reach it. Output that is not JSON would leave a
-request waiting for that deadline, which here fails at once.
+The client of the package mcp 2.3 is not used: it starts a server in another session, which the
+SIGKILL to an episode's process group at its deadline would not reach (mcp/client/stdio.py). After
+output that is not JSON, it goes on waiting.
 """
 
 from __future__ import annotations

@@ -308,13 +308,7 @@ def teacher_job(config: RunConfig) -> EngineJob:
     """The engine of a teacher that is not a model of the learner's."""
     spec, folder = config.teacher, config.teacher_folder
     assert folder is not None and spec.top_k is not None
-    return EngineJob(
-        actor=spec.engine.actor,
-        actor_id="teacher",
-        model_path=folder,
-        max_len=config.model.max_len,
-        logprobs_k=spec.top_k,
-    )
+    return EngineJob(spec.engine.actor, "teacher", folder, config.model.max_len, spec.top_k)
 
 
 def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:

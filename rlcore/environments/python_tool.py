@@ -14,11 +14,11 @@ from rlcore.environments.protocol import (
     tool_schema,
 )
 from rlcore.errors import UserError
+from rlcore.graders.sandbox import Limits, Sandbox
 from rlcore.interfaces import Task
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.code import confining_layers
 from rlcore.tasks.grades import grade_text
-from rlcore.tasks.sandbox import Limits, Sandbox
 from rlcore.types import Grade, Item
 
 # Runs in the confined process. What ends it early is shown without the frames of the sandbox, and

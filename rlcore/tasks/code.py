@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
+from rlcore.graders.fences import find_program
+from rlcore.graders.programs.program_names import BadTests, program_tests
+from rlcore.graders.sandbox import LAYERS, Limits, Sandbox, SandboxError, available
 from rlcore.interfaces import Split
 from rlcore.tasks import proof
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
-from rlcore.tasks.fences import find_program
 from rlcore.tasks.grades import weighted
-from rlcore.tasks.program_names import BadTests, program_tests
 from rlcore.tasks.row_tasks import Record, RecordTask, RowError, pick, pick_text
-from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError, available
 from rlcore.types import Grade, Item
 
 # Names of the modules that solutions use most, for any task.

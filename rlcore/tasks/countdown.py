@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import comb
 
+from rlcore.graders.fences import tagged_answer
 from rlcore.seeding import derive_seed
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
-from rlcore.tasks.grades import tagged_answer, weighted
+from rlcore.tasks.grades import weighted
 from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 

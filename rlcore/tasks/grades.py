@@ -86,10 +86,3 @@ def weighted(
     reward = (1.0 - format_reward) * correct + format_reward * well_formed
     found = {"correct": float(correct), "format": float(well_formed), **parts}
     return Grade(reward, found, answer=answer)
-
-
-def tagged_answer(response: str) -> str | None:
-    """Text inside the last <answer>...</answer>, None without one."""
-    head, close, _ = response.rpartition("</answer>")
-    _, opened, answer = head.rpartition("<answer>")
-    return answer.strip() if close and opened else None

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rlcore.graders.mathematics.math_answers import final_number, is_number, number_text, spelled
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
-from rlcore.tasks.math_answers import final_number, is_number, number_text, spelled
 from rlcore.tasks.row_tasks import (
     Record,
     RecordTask,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlcore.graders.mathematics.math_answers import equivalent, final_answer, last_boxed, spelled
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
-from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed, spelled
 from rlcore.tasks.row_tasks import (
     Record,
     RecordTask,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlcore.files import replace_file
-from rlcore.tasks.sandbox import Outcome, ProgramTests, Sandbox
+from rlcore.graders.sandbox import Outcome, ProgramTests, Sandbox
 
 MOST_THREADS = 16
 REPORT_S = 5.0

@@ -11,13 +11,13 @@ from importlib.metadata import version
 from typing import Any
 
 from rlcore.errors import UserError
+from rlcore.graders.fences import tagged_answer
 from rlcore.interfaces import Split, Task
 from rlcore.seeding import derive_seed
 from rlcore.tasks import format_prompt_id, isolation, parse_prompt_id
 from rlcore.tasks.arguments import ArgumentError, integer, one_of
 from rlcore.tasks.code import confining_layers
 from rlcore.tasks.foreign import FULL, ForeignScorer, number, prove
-from rlcore.tasks.grades import tagged_answer
 from rlcore.tasks.proof import default_folder
 from rlcore.types import Grade, Item
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlcore.graders.fences import find_program
+from rlcore.graders.sandbox import ProgramTests, Sandbox, available
 from rlcore.tasks import proof
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.code import CodeTask, own_frames
-from rlcore.tasks.fences import find_program
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.row_tasks import Record, RowError, pick, pick_text
-from rlcore.tasks.sandbox import ProgramTests, Sandbox, available
 from rlcore.types import Grade, Item
 
 # Run in the judge; `answer` is the sandbox's.

@@ -8,8 +8,9 @@ from itertools import combinations, permutations
 
 import numpy as np
 
+from rlcore.graders.fences import tagged_answer
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
-from rlcore.tasks.grades import tagged_answer, weighted
+from rlcore.tasks.grades import weighted
 from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "rlcore"
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 # Runs the programs that models write, in its own confinement; compiled code goes from a confined
 # process to another.
-SANDBOX = Path("tasks/sandbox")
+SANDBOX = Path("graders/sandbox")
 CONFINED = {("marshal", SANDBOX / "script.py")}
 FORBIDDEN_CALLS = {
     "torch.load",

@@ -6,9 +6,9 @@ import textwrap
 import pytest
 from timing import deadline
 
+from rlcore.graders.sandbox import Limits, Sandbox
 from rlcore.tasks import code
 from rlcore.tasks.code import BadTests, program_tests
-from rlcore.tasks.sandbox import Limits, Sandbox
 
 pytestmark = pytest.mark.processes
 

@@ -7,10 +7,10 @@ import pytest
 from timing import deadline
 
 from rlcore.errors import UserError
+from rlcore.graders.fences import find_program
+from rlcore.graders.sandbox import Limits, ProgramTests, Sandbox
 from rlcore.tasks import code, make_task, proof
 from rlcore.tasks.code import program_tests
-from rlcore.tasks.fences import find_program
-from rlcore.tasks.sandbox import Limits, ProgramTests, Sandbox
 
 SOLVED = "class Solution:\n    def f(self, nums): return sum(nums)"
 

@@ -15,10 +15,10 @@ import pytest
 from timing import wait_for_end
 
 from rlcore.errors import UserError
+from rlcore.graders.sandbox import available
 from rlcore.tasks import make_task
 from rlcore.tasks.isolation import AnswerLimits, IsolatedGrader
 from rlcore.tasks.isolation.own import GraderError, advice, named
-from rlcore.tasks.sandbox import available
 
 pytestmark = pytest.mark.processes
 

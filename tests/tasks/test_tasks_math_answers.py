@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.graders.mathematics.math_answers import (
+    boxes,
+    equivalent,
+    final_answer,
+    last_boxed,
+    read,
+    spelled,
+)
 from rlcore.tasks import make_task
-from rlcore.tasks.math_answers import boxes, equivalent, final_answer, last_boxed, read, spelled
 from rlcore.types import Item
 
 DATA = Path(__file__).parent.parent / "data"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.graders.mathematics.math_answers import equivalent
 from rlcore.tasks import make_task
-from rlcore.tasks.math_answers import equivalent
 from rlcore.types import Item
 
 DATA = Path(__file__).parent.parent / "data"

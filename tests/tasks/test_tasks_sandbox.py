@@ -17,11 +17,11 @@ import pytest
 from timing import deadline, wait_for_end
 
 from rlcore.errors import UserError
+from rlcore.graders.sandbox import LAYERS, Limits, Sandbox, SandboxError
+from rlcore.graders.sandbox.clock import Clock, Tally
+from rlcore.graders.sandbox.confinement import CALLS
+from rlcore.graders.sandbox.server import LATE
 from rlcore.tasks import make_task
-from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError
-from rlcore.tasks.sandbox.clock import Clock, Tally
-from rlcore.tasks.sandbox.confinement import CALLS
-from rlcore.tasks.sandbox.server import LATE
 
 pytestmark = pytest.mark.processes
 
@@ -438,7 +438,7 @@ def test_cpu_seconds_of_all_threads_count(hasty):
 
 def test_time_without_a_cpu_is_not_charged(monkeypatch):
     waited = {}
-    monkeypatch.setattr("rlcore.tasks.sandbox.clock.delay", lambda pid: waited.get(pid, 5.0))
+    monkeypatch.setattr("rlcore.graders.sandbox.clock.delay", lambda pid: waited.get(pid, 5.0))
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         waited[sleeper.pid] = 0.0
@@ -456,7 +456,7 @@ def test_time_without_a_cpu_is_not_charged(monkeypatch):
 def test_a_program_is_charged_for_its_processes_and_not_for_their_waits(monkeypatch):
     runner, child, judge = 5_000_001, 5_000_002, 5_000_003  # numbers that no process has
     waits = {runner: 1.0, child: 60.0, judge: 5.0}
-    monkeypatch.setattr("rlcore.tasks.sandbox.clock.delay", waits.__getitem__)
+    monkeypatch.setattr("rlcore.graders.sandbox.clock.delay", waits.__getitem__)
     tally = Tally()
     clock = Clock(runner, judge, tally)
     began = time.monotonic()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.tasks.sandbox.outputs import Failed, judge, same_output, same_token, same_value
+from rlcore.graders.sandbox.outputs import Failed, judge, same_output, same_token, same_value
 
 EQUAL = [
     *(("10", "10"), ("10", "10.0"), ("1000000000000000000", "1e+18"), ("0", "-0.0")),

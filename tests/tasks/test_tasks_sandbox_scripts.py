@@ -8,7 +8,7 @@ import sys
 import pytest
 from timing import deadline
 
-from rlcore.tasks.sandbox import LAYERS, Limits, ProgramTests, Sandbox, SandboxError
+from rlcore.graders.sandbox import LAYERS, Limits, ProgramTests, Sandbox, SandboxError
 
 pytestmark = pytest.mark.processes
 GIVEN = "2\n4 5\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rlcore.graders.sandbox.confinement import Confinement, available
 from rlcore.tasks.isolation.executed import ArithmeticOnly
-from rlcore.tasks.sandbox.confinement import Confinement, available
 
 
 def readable() -> dict[str, str]:

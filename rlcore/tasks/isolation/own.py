@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.graders.sandbox.confinement import LAYERS, available
 from rlcore.interfaces import Split, Task
 from rlcore.registry import load_object
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.grades import wants_tokens
 from rlcore.tasks.isolation import AnswerLimits, IsolatedGrader, IsolatedVerdict
-from rlcore.tasks.sandbox.confinement import LAYERS, available
 from rlcore.types import Grade, Item
 
 CHOICES = (False, True, "programs")

@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
+from rlcore.graders.sandbox.clock import Clock
+from rlcore.graders.sandbox.confinement import Confinement, make_root, own_mounts
+from rlcore.graders.sandbox.server import LATE, WALL_TIMES
 from rlcore.interfaces import Task
 from rlcore.registry import resolve
 from rlcore.tasks import TASKS, isolation, parse_prompt_id
@@ -34,9 +37,6 @@ from rlcore.tasks.grades import as_grade, wants_tokens
 from rlcore.tasks.grading_worker import adopt_orphans, die_with_parent, end_descendants
 from rlcore.tasks.isolation.confine import readable
 from rlcore.tasks.isolation.executed import ArithmeticOnly
-from rlcore.tasks.sandbox.clock import Clock
-from rlcore.tasks.sandbox.confinement import Confinement, make_root, own_mounts
-from rlcore.tasks.sandbox.server import LATE, WALL_TIMES
 from rlcore.types import Item
 
 COLD_S = 5.0  # of CPU time

@@ -11,9 +11,9 @@ import symtable
 import sys
 from collections.abc import Collection, Iterator
 
-from rlcore.tasks.fences import defined_names
-from rlcore.tasks.program_helpers import helpers
-from rlcore.tasks.sandbox import ProgramTests
+from rlcore.graders.fences import defined_names
+from rlcore.graders.programs.program_helpers import helpers
+from rlcore.graders.sandbox import ProgramTests
 
 
 class BadTests(ValueError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rlcore.tasks.math_tokens import (
+from rlcore.graders.mathematics.math_tokens import (
     MAX_DEPTH,
     MAX_DIGITS,
     MAX_EXPONENT,
@@ -15,7 +15,7 @@ from rlcore.tasks.math_tokens import (
     Unreadable,
     tokens_of,
 )
-from rlcore.tasks.math_words import CURRENCIES, NUMBER_WORDS, words
+from rlcore.graders.mathematics.math_words import CURRENCIES, NUMBER_WORDS, words
 
 
 class Node(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from rlcore.tasks.math_numbers import Evaluation, equal_expressions, symbols
-from rlcore.tasks.math_parser import Node
-from rlcore.tasks.math_tokens import Unreadable
-from rlcore.tasks.math_words import RATES, unit
+from rlcore.graders.mathematics.math_numbers import Evaluation, equal_expressions, symbols
+from rlcore.graders.mathematics.math_parser import Node
+from rlcore.graders.mathematics.math_tokens import Unreadable
+from rlcore.graders.mathematics.math_words import RATES, unit
 
 
 class Quantity:

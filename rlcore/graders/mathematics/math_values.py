@@ -9,7 +9,7 @@ from typing import Any
 
 from mpmath import mpc
 
-from rlcore.tasks.math_numbers import (
+from rlcore.graders.mathematics.math_numbers import (
     CONSTANTS,
     INFINITY,
     Evaluation,
@@ -21,10 +21,10 @@ from rlcore.tasks.math_numbers import (
     points,
     symbols,
 )
-from rlcore.tasks.math_parser import Node
-from rlcore.tasks.math_quantities import Quantity, has_units, same_quantity
-from rlcore.tasks.math_tokens import Unreadable
-from rlcore.tasks.math_words import words
+from rlcore.graders.mathematics.math_parser import Node
+from rlcore.graders.mathematics.math_quantities import Quantity, has_units, same_quantity
+from rlcore.graders.mathematics.math_tokens import Unreadable
+from rlcore.graders.mathematics.math_words import words
 
 MAX_ITEMS = 64  # of a list whose items are matched
 

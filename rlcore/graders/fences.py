@@ -1,4 +1,5 @@
-"""Programs in responses: where a fenced block begins and ends, and which block is the program."""
+"""Marks in responses: where a fenced block begins and ends, and which block is the program; the
+text between the tags of an answer."""
 
 from __future__ import annotations
 
@@ -112,3 +113,10 @@ def defined_names(source: str) -> set[str]:
     except (SyntaxError, ValueError):
         return set()
     return {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
+
+
+def tagged_answer(response: str) -> str | None:
+    """Text inside the last <answer>...</answer>, None without one."""
+    head, close, _ = response.rpartition("</answer>")
+    _, opened, answer = head.rpartition("<answer>")
+    return answer.strip() if close and opened else None

@@ -14,13 +14,18 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
-from rlcore.tasks.grades import tagged_answer
-from rlcore.tasks.math_numbers import symbols
-from rlcore.tasks.math_parser import Node, parse
-from rlcore.tasks.math_quantities import has_units, rational
-from rlcore.tasks.math_tokens import MAX_CHARACTERS, TEXT_COMMANDS, Unreadable, closing
-from rlcore.tasks.math_values import same
-from rlcore.tasks.math_words import NUMBER_WORDS
+from rlcore.graders.fences import tagged_answer
+from rlcore.graders.mathematics.math_numbers import symbols
+from rlcore.graders.mathematics.math_parser import Node, parse
+from rlcore.graders.mathematics.math_quantities import has_units, rational
+from rlcore.graders.mathematics.math_tokens import (
+    MAX_CHARACTERS,
+    TEXT_COMMANDS,
+    Unreadable,
+    closing,
+)
+from rlcore.graders.mathematics.math_values import same
+from rlcore.graders.mathematics.math_words import NUMBER_WORDS
 
 # --------------------------------------------------------------------------- reading responses
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rlcore.tasks.math_words import (
+from rlcore.graders.mathematics.math_words import (
     FUNCTIONS,
     GREEK,
     LEADING_WORDS,

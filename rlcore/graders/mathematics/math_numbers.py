@@ -17,9 +17,9 @@ from typing import Any
 import mpmath
 from mpmath import mp, mpc, mpf
 
-from rlcore.tasks.math_parser import Node
-from rlcore.tasks.math_tokens import Unreadable
-from rlcore.tasks.math_words import words
+from rlcore.graders.mathematics.math_parser import Node
+from rlcore.graders.mathematics.math_tokens import Unreadable
+from rlcore.graders.mathematics.math_words import words
 
 mp.dps = 60
 TOLERANCE = mpf(10) ** -40  # relative

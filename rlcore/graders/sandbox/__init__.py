@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.tasks.sandbox.confinement import LAYERS, available
-from rlcore.tasks.sandbox.server import LATE, WALL_TIMES
+from rlcore.graders.sandbox.confinement import LAYERS, available
+from rlcore.graders.sandbox.server import LATE, WALL_TIMES
 
 START_S = 20.0  # deadline to come up
 END_S = 10.0  # a killed process that still exists after this is stuck in the kernel

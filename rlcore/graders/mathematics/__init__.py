@@ -1,0 +1,1 @@
+"""Mathematical answers: found in a text, parsed and compared."""

@@ -1,0 +1,1 @@
+"""Programs: which names they define, and which helpers they need."""
