@@ -52,6 +52,7 @@ class Piece:
     edit: Callable[[str], str]  # of the file's text, "" where there is no file
     test: str
     says: str  # in the failure
+    alone: bool = False  # without it a file of tests cannot be loaded, which ends other tests, too
 
     def put(self, root: Path) -> None:
         path = root / self.file
@@ -443,6 +444,7 @@ def contributions() -> dict[str, list[Piece]]:
                 _before("TRAINING = ", HANDLER.lstrip() + "\n\n"),
                 VERBS,
                 "_mine",
+                alone=True,
             ),
         ],
     }
@@ -536,6 +538,7 @@ def rounds(named: Sequence[tuple[str, Piece]]) -> list[list[tuple[str, Piece]]]:
     for name, piece in named:
         for others in found:
             apart = name not in {n for n, _ in others}
+            apart = apart and not any(p.alone for p in (piece, *(p for _, p in others)))
             own = piece.test in (WHOLE, REGISTERED) or piece.test not in {p.test for _, p in others}
             # without an option or its entry nothing loads a configuration, as other tests do
             together = {piece.test, *(p.test for _, p in others)}

@@ -32,7 +32,7 @@ from rlcore.loop import checkpoint
 from rlcore.loop.prompts import HeldOutRequests
 from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import EvaluationSpec
-from rlcore.metrics.prometheus import require_free
+from rlcore.metrics.logger import require_free_endpoint
 from rlcore.metrics.rows import read_rows
 from rlcore.metrics.sinks import NO_WANDB, wandb_mode
 from rlcore.rollout.specs import ActorSpec
@@ -124,7 +124,7 @@ def _check_places(config: RunConfig, prepared: Prepared) -> None:
     cpus, gpus = derived.needed(config)
     size = stored_bytes(config, prepared.tokenizer)
     check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
-    require_free(config.logging.prometheus_host, config.logging.prometheus_port)
+    require_free_endpoint(config.logging)
     # In a joined cluster the port must be free on rank 0's node, which is not chosen yet.
     if joined_address(config.cluster.address) is None:
         free_port(config.learner.port)

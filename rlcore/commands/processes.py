@@ -362,14 +362,15 @@ def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, L
 def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
     used = (part.job(config) for part in PARTS if part.setting(config))
     of_parts = {name: value for fields in used for name, value in fields.items()}
+    several = mixed(config)
     return LearnerJob(
         model_path=model_path,
         learner=config.learner,
         objective=config.algorithm,
         corrections=config.correction.chosen(),
         sampling=_longest_sampling(config),
-        task_advantages=_advantages(config),
-        task_temperatures=_temperatures(config),
+        task_advantages={label: config.advantage_of(label)[1] for label in several},
+        task_temperatures={label: config.rollout_of(label).temperature for label in several},
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
@@ -382,16 +383,6 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         shadow=config.correction.shadows,
         **of_parts,
     )
-
-
-def _advantages(config: RunConfig) -> dict[str, str]:
-    """Of each of several tasks."""
-    return {label: config.advantage_of(label)[1] for label in mixed(config)}
-
-
-def _temperatures(config: RunConfig) -> dict[str, float]:
-    """Of each of several tasks."""
-    return {label: config.rollout_of(label).temperature for label in mixed(config)}
 
 
 def _longest_sampling(config: RunConfig) -> SamplingSpec:

@@ -56,9 +56,8 @@ from rlcore.loop.run_plan import Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.log import NAME as LOG
-from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
+from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger, require_free_endpoint
 from rlcore.metrics.names import is_accuracy
-from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import CallbackSink
 from rlcore.rooms import from_room
@@ -202,7 +201,7 @@ def train(
     assert found is not None
     prepared = found
     ask_lean_servers(prepared.config)
-    require_free(config.logging.prometheus_host, config.logging.prometheus_port)
+    require_free_endpoint(config.logging)
     with open_run_dir(config, "rlcore train") as owner, _errors_name_the_log(owner):
         kernels = run_kernels(config)
         said = [*kernel_news(config, kernels)]

@@ -24,7 +24,6 @@ from rlcore.config.places import check_colocated, check_gpu_shares
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
-from rlcore.corrections.covariance import KlCovSpec
 from rlcore.corrections.tis import TisSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
@@ -236,7 +235,7 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
             "weigh by it again: leave the correction out, or use ratio_to=p_ref.",
         )
         refuse(
-            c.algorithm.ratio_to == "p_inf" and isinstance(spec, KlCovSpec),
+            c.algorithm.ratio_to == "p_inf" and spec.around_ref,
             f"algorithm.ratio_to=p_inf holds no p_ref, around which {key}={label} penalises: leave "
             "the correction out, or use ratio_to=p_ref.",
         )

@@ -61,6 +61,7 @@ class KlCovSpec(CorrectionSpec):
     Biased by the penalty, which is not of the reward."""
 
     method: ClassVar[str] = "rlcore.corrections.covariance:KlCov"
+    around_ref: ClassVar[bool] = True
     statistics: ClassVar[Statistics] = {
         "penalised_share": ("share", "tokens with a penalty"),
     }

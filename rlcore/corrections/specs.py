@@ -49,6 +49,8 @@ class CorrectionSpec(Spec):
     leads_to_new: ClassVar[bool] = False
     #: whether its method has the hook `centre`, so that the loss gains a term
     centres: ClassVar[bool] = False
+    #: whether its penalty is around p_ref, which the loss must hold
+    around_ref: ClassVar[bool] = False
     #: name of the advantage that it replaces, or ""
     replaces_advantage: ClassVar[str] = ""
 

@@ -324,6 +324,14 @@ def own_sink(name: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
     return cls
 
 
+def require_free_endpoint(spec: LoggingSpec) -> None:
+    """Raise UserError for an address of the endpoint that cannot be listened on."""
+    if spec.prometheus_port:
+        from rlcore.metrics.prometheus import require_free
+
+        require_free(spec.prometheus_host, spec.prometheus_port)
+
+
 def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:
     from rlcore.metrics.prometheus import PrometheusSink
 

@@ -206,9 +206,7 @@ class PrometheusSink(Sink):
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise UserError for an address that cannot be listened on; port 0 is not an endpoint."""
-    if not port:
-        return
+    """Raise UserError for an address that cannot be listened on."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:

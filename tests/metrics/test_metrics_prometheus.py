@@ -12,7 +12,13 @@ from rlcore.advisor.simulate.loop import Scenario, Simulation
 from rlcore.errors import UserError
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.metrics.health import Health
-from rlcore.metrics.logger import MetricsLogger, RunHealth, RunReporter, open_logger
+from rlcore.metrics.logger import (
+    MetricsLogger,
+    RunHealth,
+    RunReporter,
+    open_logger,
+    require_free_endpoint,
+)
 from rlcore.metrics.prometheus import PrometheusSink, exported_name, require_free
 from rlcore.metrics.rules.base import Course
 from rlcore.metrics.specs import LoggingSpec, WarningsSpec
@@ -116,7 +122,7 @@ def test_a_port_in_use_is_refused_in_a_sentence_and_leaves_nothing_open(tmp_path
         with pytest.raises(UserError, match="in use"):
             require_free(HOST, port)
     require_free(HOST, port)
-    require_free("no.such.host", 0)  # no endpoint
+    require_free_endpoint(LoggingSpec(prometheus_host="no.such.host"))  # no endpoint
     with pytest.raises(UserError, match=r"prometheus_host=no\.such\.host"):
         PrometheusSink(tmp_path, 1, host="no.such.host", port=0)
 

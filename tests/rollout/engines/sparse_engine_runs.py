@@ -29,8 +29,8 @@ from vllm.v1.attention.selector import _cached_get_attn_backend  # noqa: E402
 from rlcore.attention.specs import SparseSpec  # noqa: E402
 from rlcore.models.fresh import build_fresh_model  # noqa: E402
 from rlcore.models.specs import FreshModelSpec  # noqa: E402
+from rlcore.rollout.engines.vllm import PROMPT_LEN, RULE  # noqa: E402
 from rlcore.rollout.engines.vllm import sparse_cpu as sparse  # noqa: E402
-from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN, RULE  # noqa: E402
 from rlcore.types import PageRule  # noqa: E402
 
 MAX_LEN = 512

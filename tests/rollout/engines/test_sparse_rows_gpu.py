@@ -14,6 +14,7 @@ import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment
 from rlcore.attention import implementation
 from rlcore.attention.block_topk import page_budgets, plan_step
 from rlcore.attention.specs import SparseSpec
+from rlcore.rollout.engines.vllm import PROMPT_LEN
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
     attend_dense,
@@ -24,12 +25,7 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     mixed_rows,
     summarise_pages,
 )
-from rlcore.rollout.engines.vllm.sparse_rule import (
-    PROMPT_LEN,
-    AskedOfRows,
-    SlotRequests,
-    StepPlanner,
-)
+from rlcore.rollout.engines.vllm.sparse_rule import AskedOfRows, SlotRequests, StepPlanner
 from rlcore.types import PageRule
 
 BS, HEADS, KV, DIM, PAGES = 4, 4, 2, 8, 16

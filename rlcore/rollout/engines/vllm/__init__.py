@@ -4,6 +4,9 @@ import os
 
 from rlcore.lazy import defer
 
+# keys of SamplingParams.extra_args, by which a request reaches the sparse rule
+PROMPT_LEN = "prompt_len"
+RULE = "page_rule"
 # vLLM reads these when it is imported, so they are set here, before any module of this package
 # imports it. An engine cannot work otherwise, whatever the user has set.
 _NEEDED = {

@@ -26,10 +26,10 @@ from rlcore.interfaces import StepLoad, Wake, WeightStream
 from rlcore.models.folder import is_recurrent, read_config, read_shapes
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
+from rlcore.rollout.engines.vllm import PROMPT_LEN, RULE
 from rlcore.rollout.engines.vllm.arguments import engine_args
 from rlcore.rollout.engines.vllm.patches import PROPOSALS, ROUTES
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
-from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN, RULE
 from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
 from rlcore.rollout.engines.vllm_facts import VllmFacts
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook

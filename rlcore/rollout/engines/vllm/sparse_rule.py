@@ -11,16 +11,13 @@ import torch
 from rlcore.attention.block_topk import StepPlan, page_budgets, plan_step
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
+from rlcore.rollout.engines.vllm import PROMPT_LEN, RULE
 from rlcore.rollout.engines.vllm.patches import (
     SECOND_RUNNER_REQUESTS,
     SECOND_RUNNER_STEPS,
     is_second,
 )
 from rlcore.types import PageRule
-
-# keys of SamplingParams.extra_args
-PROMPT_LEN = "prompt_len"
-RULE = "page_rule"
 
 
 def bind_requests(model_runner: Any, builder_type: type[Any]) -> None:
