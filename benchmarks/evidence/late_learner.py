@@ -77,6 +77,8 @@ class Draw(NamedTuple):
     most: int = NEW  # tokens of an answer
     top: int = 0  # log-probs that are kept of each token
     noise: float = 0.0  # deviation of what is added to each logit, anew for each token
+    groups: int = GROUPS
+    samples: int = SAMPLES  # of each problem
     judge: Callable[[str, str], float] = reward
 
 
@@ -140,15 +142,15 @@ def batch(
     how: Draw = PLAIN,
 ) -> list[Group]:
     """The groups of batch `number`, sampled from an actor as it is, at `version`."""
-    asked = problems(seed, "problems", number, GROUPS, lengths)
-    repeated = [p for p in asked for _ in range(SAMPLES)]
+    asked = problems(seed, "problems", number, how.groups, lengths)
+    repeated = [p for p in asked for _ in range(how.samples)]
     drawn = sample(lm, repeated, derive_seed(seed, "draws", number), how)
     groups = []
     for g, problem in enumerate(asked):
-        own = drawn[g * SAMPLES : (g + 1) * SAMPLES]
+        own = drawn[g * how.samples : (g + 1) * how.samples]
         records = [
             make_trajectory(
-                number * GROUPS + g,
+                number * how.groups + g,
                 s,
                 turns=[(problem.prompt, one.ids)],
                 version=version,
@@ -239,7 +241,7 @@ def make_start(
     RuntimeError after `most` steps."""
     fresh = folder.with_name(folder.name + "-fresh")
     shape = FreshModelSpec(hidden_size=192, heads=6, intermediate_size=512, vocab_size=64)
-    build_fresh_model(fresh, ALPHABET, shape, seed=3, max_len=2 * MOST + 16 + free)
+    build_fresh_model(fresh, ALPHABET, shape, seed=3, max_len=2 * max(MOST, lengths[1]) + 16 + free)
     rank = learner(fresh, LearnerSpec(lr=1e-3, lr_warmup_steps=20, betas=(0.9, 0.95)), most, 5)
     lm = rank.engine.policy.lm
     for step in range(most):
