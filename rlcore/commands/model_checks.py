@@ -54,6 +54,9 @@ _WITHOUT_STATES = {
     "adapters published alone": "use merged",
     "trained draft": "leave it null",
     "bitwise": "use false",
+    "GPUs in turns": "use false",
+    "rounding learner": "leave it null",
+    "kept passes": "use 0",
 }
 
 

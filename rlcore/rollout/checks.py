@@ -44,8 +44,8 @@ REFUSED_ON_CPU = {
 
 # Why engines of vLLM 0.32 on CPUs do not serve other models right, likewise
 WRONG_ON_CPU = {"cohere2": "its log-probs are up to 1.4 nats off"}
-# Settings of config.json that either vLLM 0.32 or transformers does not read, by model_type, with
-# the values that both compute: the first where a folder has none
+# Settings of config.json, by model_type, that vLLM 0.32 or transformers does not read, or that were
+# not compared, with the values that are proven: the first where a folder has none
 _ALL_STEPS = {"time_step_limit": ([0.0, float("inf")],)}
 _GATED = {
     "attn_output_gate": (True,),
@@ -53,16 +53,24 @@ _GATED = {
     "layer_scale": (False,),
     "is_causal": (True,),
     "qkv_bias": (False,),
+    "hidden_act": ("silu",),
+    "rope_type": ("default",),
 }
-_WHOLE = {"partial_rotary_factor": (1.0,)}
+_WHOLE = {"partial_rotary_factor": (1.0,), "rope_type": ("default",)}
+_NEXT = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 UNREAD: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "falcon_h1": {"mamba_norm_before_gate": (False,), **_ALL_STEPS},
+    "falcon_h1": {
+        "mamba_norm_before_gate": (False,),
+        "attn_rotary_emb": (None,),
+        "rope_type": ("default",),
+        **_ALL_STEPS,
+    },
     "granitemoehybrid": {"mamba_n_groups": (1,), **_WHOLE, **_ALL_STEPS},
     "lfm2": {"tie_word_embeddings": (True,), "tie_embedding": (True,), **_WHOLE},
     "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,), "rms_norm_eps": (1e-5,)},
     "qwen2_moe": {"use_sliding_window": (False,), "qkv_bias": (True,)},
     "qwen3_5_text": _GATED,
-    "qwen3_next": {"tie_word_embeddings": (False,), **_GATED},
+    "qwen3_next": {"tie_word_embeddings": (False,), **_NEXT, **_GATED},
 }
 
 
@@ -79,19 +87,20 @@ def check_recurrent(
         f"{key}.speculate": actor.speculate is not None and "remove it",
         f"{key}.fp8_kv_cache=true": actor.fp8_kv_cache and "use false",
         f"{key}.activations={actor.activations}": actor.activations != "none" and "use none",
+        f"{key}.dtype=bfloat16": actor.on_cpu and actor.dtype == "bfloat16" and "use float32",
         f"{key}.kv_on_update=keep": actor.kv_on_update == "keep" and "use recompute",
     }
     refuse_with_states(config, path, unproven)
     if actor.engine != "vllm":
         return
-    read = {**config, **(config.get("rope_parameters") or {})}
+    read = {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {})}
     if kind == "falcon_h1":  # whose gated norm is off by default, and on would come before the gate
         normed = config.get("mamba_rms_norm", False)
         read["mamba_norm_before_gate"] = normed and config.get("mamba_norm_before_gate", True)
     for name, (computed, *alike) in UNREAD.get(kind, {}).items():
         if (given := _plain(read.get(name, computed))) not in (computed, *alike):
             raise UserError(
-                f"{key}.engine=vllm computes a {kind} with {name}={json.dumps(computed)}, and "
+                f"{key}.engine=vllm is proven for a {kind} with {name}={json.dumps(computed)}, and "
                 f"{path} has {json.dumps(given)}: choose another model."
             )
     if not actor.on_cpu:

@@ -55,6 +55,7 @@ def test_a_length_that_does_not_hold_all_turns_is_said_before_a_run(model, tmp_p
     assert any(sentence in line for line in remarks) == said, remarks
 
 
+TURNS = "schedule=on_policy schedule.colocated=true"
 KV, ACTIVATIONS = "actor.bf16.kv_on_update=recompute", "actor.bf16.activations=none"
 TWO_KINDS = ("actor=[bf16,fp8]", "actor.fp8.rounding=int3")
 
@@ -285,6 +286,13 @@ def test_a_mixture_of_experts_is_refused(model, tmp_path):
             "learner.lora.publish=adapter",
             "learner.lora.publish=merged",
         ),
+        (TURNS, "schedule.colocated=true", "schedule.colocated=false"),
+        (
+            "learner.activation_cache_mib=64",
+            "learner.activation_cache_mib=64",
+            "learner.activation_cache_mib=0",
+        ),
+        ("actor.bf16.dtype=bfloat16", "actor.bf16.dtype=bfloat16", "actor.bf16.dtype=float32"),
         ("actor.bf16.kv_on_update=keep", "actor.bf16.kv_on_update=keep", KV),
         ("actor.bf16.activations=int8", "actor.bf16.activations=int8", ACTIVATIONS),
     ],

@@ -297,7 +297,7 @@ SECTIONS = [
 FOLDER = "no configuration reads a model's folder: tests/rollout/test_rollout_checks.py"
 WITHOUT = {
     r"cannot serve .* on a CPU": FOLDER,
-    r"engine=vllm computes a .* with": FOLDER,
+    r"engine=vllm is proven for a .* with": FOLDER,
     r"is not proven with recurrent layers": FOLDER,
     r"is beyond the .* positions": FOLDER,
     r"does not divide the model's": FOLDER,

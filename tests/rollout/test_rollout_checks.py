@@ -104,6 +104,7 @@ def test_families_with_recurrent_layers_that_an_engine_on_a_cpu_serves(config):
         ({"fp8_kv_cache": True, "num_gpus": 0}, "fp8_kv_cache=true is not .*: use false"),
         ({"kind": "fp8", "num_gpus": 1}, "kind=fp8 is not .*: choose actor=bf16"),
         ({"activations": "int8"}, "activations=int8 is not .*: use none"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16 is not .*: use float32"),
         ({"kv_on_update": "keep"}, "kv_on_update=keep is not .*: use recompute"),
         (
             {"kind": "sparse", "sparse": {"block_size": 16, "blocks": 4}},
@@ -165,12 +166,14 @@ def test_heads_of_a_width_that_an_engine_on_a_cpu_has():
         ("qwen3_5_text", "output_gate_type", "swish", "sigmoid"),
         ("qwen3_next", "attn_output_gate", True, False),
         ("qwen3_next", "tie_word_embeddings", False, True),
+        ("qwen3_next", "mlp_only_layers", None, [1]),
+        ("qwen3_5_text", "rope_parameters", {"rope_type": "default"}, {"rope_type": "yarn"}),
     ],
 )
 def test_a_setting_that_an_engine_does_not_read(kind, name, computed, other):
     for gpus in (0, 1):
         actor, config = ActorSpec(num_gpus=gpus), {"model_type": kind, name: other}
-        with pytest.raises(UserError, match=rf"a\.b\.engine=vllm .* {name}=.*: choose another"):
+        with pytest.raises(UserError, match=r"a\.b\.engine=vllm .* with \w+=.*: choose another"):
             check_recurrent(config, actor, key="a.b", path="M")
         check_recurrent(config | {name: computed}, actor, key="a.b", path="M")
         check_recurrent({"model_type": kind}, actor, key="a.b", path="M")
