@@ -81,6 +81,13 @@ ILL = {
     "few effective samples": (5, {"mismatch/ess": after(2, 0.9, 0.03)}),
     "samples far from the policy": (5, {"mismatch/kl_k3": after(2, 0.002, 0.3)}),
     "answers cut off": (5, {"response_length/truncated_share": 0.88, "reward/mean": 0.05}),
+    "half of the answers cut off": (
+        5,
+        {"response_length/truncated_share": 0.5, "reward/mean": 0.05},
+    ),
+    "log-probs not finite": (5, {"mismatch/nonfinite_share": 0.5}),
+    "far from the reference": (5, {"loss/kl": 8.0}),
+    "empty answers": (20, {"response_length/mean": 0.0, "reward/mean": 0.2}),
     "all cut off, some credit": (
         5,
         {
@@ -138,6 +145,14 @@ UNSURE = {
         {"eval/digits/mean@1": after(10, 0.47, 0.43)},
         "eval/digits/mean@1 went from 0.47 to 0.43, which may be chance",
     ),
+    "answers of one token": (
+        {"response_length/mean": 1.0, "reward/mean": 0.2, "eval/digits/mean@1": 0.3},
+        "answers have 1 tokens",
+    ),
+    "some log-probs not finite": (
+        {"mismatch/nonfinite_share": 0.04},
+        "4% of the tokens have no finite log-prob",
+    ),
     "rewards come down from their best": (
         {"reward/mean": after(14, 0.6, 0.5)},
         "reward/mean is down at",
@@ -166,6 +181,8 @@ WELL = {
         "response_length/truncated_share": 1.0,
         "reward_parts/correct": lambda step: min(1.0, 0.3 + step / 100),
     },
+    "answers of one token that gain": {"response_length/mean": 1.0},
+    "a reference that is followed": {"loss/kl": 0.4, "mismatch/nonfinite_share": 0.0},
     "shorter answers that gain": {"response_length/mean": lambda step: max(3.0, 20 - step)},
     "one odd step in twenty": {
         "mismatch/ess": lambda step: 0.1 if step % 20 == 7 else 0.95,

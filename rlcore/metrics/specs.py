@@ -30,7 +30,10 @@ class WarningsSpec(Spec):
         2.0, "warn of a held-out result so far below the first", unit="standard errors", ge=0
     )
     cut_off: float = setting(
-        0.5, "warn of a larger share of answers cut off at their limit, over 3 steps", ge=0, le=1
+        0.5,
+        "warn of so large a share of answers cut off at their limit, over 3 steps",
+        ge=0,
+        le=1,
     )
     no_signal: float = setting(
         0.95,

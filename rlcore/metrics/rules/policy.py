@@ -46,6 +46,14 @@ class AnswerKl(Fast):
     kept = "samples stayed within {} nats an answer of the policy"
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        away = [v for v in window.values("loss/kl") if v > spec.answer_kl > 0]
+        if len(away) >= 2:
+            return self.sentence(
+                f"loss/kl is {number(away[-1])} nats a token",
+                window,
+                spec,
+                "the policy has left its reference; lower learner.lr, or raise algorithm.kl_coef",
+            )
         found = [answer_kl(row, window.past.floor) for row in window.rows]
         above = [n for n, d in enumerate(found) if (d or 0.0) > spec.answer_kl > 0]
         if len(above) < 2:
@@ -209,7 +217,7 @@ class CutOff(Fast):
         right = window.mean("reward/mean") if right is None else right
         # where more are right than end by themselves, answers need no end
         needless = right is not None and right > 1 - share + 0.05
-        if len(cut) < RECENT or share <= spec.cut_off or needless:
+        if len(cut) < RECENT or share < spec.cut_off or needless:
             return None
         return self.sentence(
             f"{share:.0%} of the answers are cut off before they end",
@@ -233,7 +241,10 @@ class NoSignal(Rule):
 
     def lacks(self, window: Window) -> str:
         """A run that never had a gradient has not been tried, also where all answers are right."""
-        return super().lacks(window) or ("" if window.past.taught else "no step had a gradient")
+        missing, lost = super().lacks(window), window.mean("mismatch/nonfinite_share") or 0.0
+        if not missing and lost > 0.01:
+            missing = f"{lost:.0%} of the tokens have no finite log-prob"
+        return missing or ("" if window.past.taught else "no step had a gradient")
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         newest = window.newest(RECENT)
@@ -278,6 +289,9 @@ def _absent(window: Window, least: float) -> str:
         found = [row[name] for row in window.rows if name in row]
         if len(found) == len(window.rows) and not any(found):
             return f"{name} is {'not finite' if found[-1] is None else '0'}"
+    lost = window.values("mismatch/nonfinite_share")
+    if len(lost) == len(window.rows) and min(lost) > least:
+        return f"mismatch/nonfinite_share is {number(lost[-1])}"
     kept = window.values("correction/kept_share")
     if len(kept) == len(window.rows) and max(kept) < least:
         return f"correction/kept_share is {number(kept[-1])}"
@@ -350,11 +364,21 @@ class LengthGone(Fast):
     def due(self, spec: WarningsSpec) -> int:
         return 2 * RECENT
 
+    def lacks(self, window: Window) -> str:
+        """Answers of one token are right in few tasks."""
+        missing, found = super().lacks(window), window.values("response_length/mean")
+        if missing or max(found) > 1 or window.gains or window.solved:
+            return missing
+        return f"answers have {number(found[-1])} tokens"
+
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         start = window.past.start("response_length/mean")
         found = window.values("response_length/mean")
         if start is None or len(found) < RECENT or window.gains:
             return None
+        if max(found) < 0.5:
+            what = f"answers have {number(found[-1])} tokens: most are empty"
+            return self.sentence(what, window, spec, "look at samples/ and at rollout.stop")
         if max(found) >= spec.length * start:
             return None
         return self.sentence(
