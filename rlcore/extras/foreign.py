@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from rlcore.extras.foreign_keys import ACTOR, ENTRIES, SKY_LOSS, Source
 from rlcore.extras.foreign_meanings import COVERED, NEUTRAL, REASONS, SWITCHES
 from rlcore.extras.foreign_rewards import cut_out
 from rlcore.extras.foreign_translator import Left, Translation, Translator, plain
+from rlcore.files import CACHED, HUB_NAME
+from rlcore.tasks.row_files import SUFFIXES
 
 MUST_ACT = 3  # exit code: a setting that matters was not translated
 
@@ -405,8 +408,21 @@ def import_config(path: str, out: str) -> int:
     for title, lines in (("same", same), ("harmless", harmless), ("you must act", left)):
         print(f"{title} ({len(lines)}):")
         print("".join(f"  {line}\n" for line in lines), end="")
+    for line in dict.fromkeys(_fetched(found.values)):
+        print(f"first: {line}")
     print(f"next: rlcore train {' '.join(words)} dry_run=true")
     return MUST_ACT if left else 0
+
+
+def _fetched(values: Mapping[str, Any]) -> Iterator[str]:
+    """The commands that bring what settings name of the Hugging Face Hub."""
+    for key, value in values.items():
+        names = value if isinstance(value, list) else [value]
+        for name in (str(name).removeprefix(CACHED) for name in names if key.endswith("path")):
+            if not HUB_NAME.fullmatch(name) or Path(name).exists() or Path(name).suffix in SUFFIXES:
+                continue
+            folder = key.endswith(("train_path", "heldout_path"))
+            yield f"rlcore fetch {name}{' kind=dataset' if folder else ''}"
 
 
 def experiment(found: Translation, title: str) -> str:

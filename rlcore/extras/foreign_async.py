@@ -90,9 +90,14 @@ def schedule(t: Translator, steps: int) -> None:
         t.values["schedule.max_staleness"] = lag.eta
         t.values["schedule.on_publish"] = "in_flight" if lag.in_flight else "finish"
     publish = steps if lag is None or lag.publish is None else lag.publish
-    # the fully asynchronous program of verl counts publications
-    if (every := t.number("rollout.test_freq", 0)) > 0:
-        t.values["evaluation.every"] = int(every * publish)
+    if t.source == "verl" and any(key.startswith("async_training.") for key in t.given):
+        # This program counts publications (fully_async_trainer.py: current_param_version), also for
+        # trainer.test_freq, which until January 2026 was rollout.test_freq.
+        if (every := t.number("rollout.test_freq", 0)) > 0:
+            t.values["evaluation.every"] = int(every)
+        for key in ("evaluation.every", "checkpoint.every"):
+            if key in t.values:
+                t.values[key] = int(t.values[key]) * publish
     if publish > 1:
         t.values["schedule.steps_per_publish"] = publish
         if t.options["schedule"] != "async":

@@ -7,7 +7,7 @@ import yaml
 
 from rlcore.cli import main
 from rlcore.config.sentences import keys
-from rlcore.extras.foreign import read, translate
+from rlcore.extras.foreign import _fetched, read, translate
 from rlcore.extras.foreign_keys import ENTRIES, SOURCES
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -303,6 +303,12 @@ def test_a_command_line_of_verl(tmp_path):
     assert values["algorithm.advantage"] == "rloo" and values["schedule.groups_per_step"] == 64
     assert "not known here" in left["trainer.extra.key"]
     assert "holds a variable" in left["data.train_files"]
+
+
+def test_names_of_the_hub_come_with_the_commands_that_bring_them():
+    values = {"model.path": "Qwen/Qwen3-8B", "task.args.train_path": ["hf:a/rows", "d/t.parquet"]}
+    commands = ["rlcore fetch Qwen/Qwen3-8B", "rlcore fetch a/rows kind=dataset"]
+    assert list(_fetched(values)) == commands
 
 
 def test_our_side_of_the_table_is_the_schema():

@@ -287,6 +287,10 @@ def test_a_rejection_next_to_verls_ratio_to_the_sampler_is_kept(tmp_path):
     assert found.values["evaluation.every"] == 20  # 5 publications of 4 steps
     left = {each.key for each in found.left}
     assert not left & {"config_path", "config_name", "rollout.test_freq"}
+    later = script.read_text().replace("rollout.test_freq=5", "trainer.test_freq=5")
+    script.write_text(f"{later} trainer.save_freq=10")
+    counted = translate(*read(str(script))).values
+    assert counted["evaluation.every"] == 20 and counted["checkpoint.every"] == 40
 
 
 def test_trainers_that_are_not_read_are_named(tmp_path):
