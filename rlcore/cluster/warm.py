@@ -50,8 +50,13 @@ class Nursery:
             env=os.environ | {"DS_ACCELERATOR": "cpu"},
         )
         assert self._server.stdout is not None
-        # it listens, has ended, or is late: without a server each script is python itself
-        select.select([self._server.stdout], [], [], START_S)
+        try:
+            # it listens, has ended, or is late: without a server each script is python itself
+            select.select([self._server.stdout], [], [], START_S)
+        except BaseException:  # stopped meanwhile
+            self._server.kill()
+            self._server.communicate()
+            raise
         os.environ[WARM] = self._path
         return self
 

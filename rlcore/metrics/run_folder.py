@@ -88,19 +88,26 @@ def _is_run(folder: Path) -> bool:
 
 
 def run_folders(folders: Sequence[str | Path]) -> list[Path]:
-    """Run directories, in the place of a sweep's folder the begun runs in it by name."""
-    found: list[Path] = []
-    for folder in map(Path, folders):
-        below = [] if _is_run(folder) or not folder.is_dir() else sorted(folder.iterdir())
-        found += [run for run in below if _is_run(run)] or [folder]
-    return found
+    """Run directories, in the place of a folder that holds runs or sweeps the begun runs by
+    name."""
+    return [run for folder in map(Path, folders) for run in _within(folder, 2) or [folder]]
+
+
+def _within(folder: Path, levels: int) -> list[Path]:
+    if _is_run(folder):
+        return [folder]
+    inner = sorted(folder.iterdir()) if levels and folder.is_dir() else []
+    return [run for path in inner for run in _within(path, levels - 1)]
 
 
 def require_run(folder: Path) -> None:
     """Raise UserError for a folder that holds no run."""
     if not _is_run(folder):
+        runs = [str(run) for run in _within(Path("runs"), 2)]
+        known = f"; runs/ holds {', '.join(runs[:8])}{', ...' if runs[8:] else ''}"
         raise UserError(
-            f"{folder} is not a run directory: it holds neither metrics.jsonl nor config.yaml."
+            f"{folder} is not a run directory: it holds neither metrics.jsonl nor config.yaml"
+            f"{known if runs else ''}."
         )
 
 

@@ -77,3 +77,14 @@ def test_the_workers_of_a_warm_ray_are_forks(monkeypatch):
     assert _warm(command) == command
     monkeypatch.setenv(WARM, "/tmp/s")
     assert _warm(command)[1].endswith("/warm.py /tmp/s setup_worker.py x")
+
+
+def test_a_stop_while_imports_load_ends_them(tmp_path, monkeypatch):
+    def stopped(*files):
+        raise KeyboardInterrupt
+
+    nursery = Nursery(tmp_path, ["json.tool"])
+    monkeypatch.setattr("rlcore.cluster.warm.select.select", stopped)
+    with pytest.raises(KeyboardInterrupt), nursery:
+        pass
+    assert nursery._server.returncode == -signal.SIGKILL and WARM not in os.environ
