@@ -8,6 +8,7 @@ import dis
 import inspect
 import json
 import re
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from rlcore.errors import UserError
+from rlcore.errors import Faults, UserError
 from rlcore.registry import load_object
 
 
@@ -35,18 +36,31 @@ class Inputs:
     def words(self, run_dir: str | Path | None) -> list[str]:
         """The words that name them. Objects are written to run_dir/inputs. Raises UserError."""
         found = [] if self.model is None else [f"model={self.model}"]
-        folder = Path(run_dir or ".") / "inputs"
+        folder, faults = Path(run_dir or ".") / "inputs", Faults()
         if self.objects and (folder.parent / "metrics.jsonl").exists():
             raise UserError(f"run_dir={run_dir} already holds a run: choose another folder.")
+        if self.objects:
+            folder = _made(folder)
         if isinstance(self.data, str | Path):
             found.append(f"data={self.data}")
         elif self.data is not None:
-            found.append(f"data={_written(self.data, folder)}")
+            found.append(f"data={faults.of(_written, self.data, folder)}")
         if isinstance(self.reward, str):
             found.append(f"reward={self.reward}")
         elif self.reward is not None:
-            found.append(f"reward={_source_file(self.reward, folder)}")
+            found.append(f"reward={faults.of(_source_file, self.reward, folder)}")
+        faults.end()
         return found
+
+
+def _made(folder: Path) -> Path:
+    """The folder, or a temporary one in the place of one that cannot be made: the checks of the run
+    name it, with other faults."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="rlcore-inputs-"))
+    return folder
 
 
 def _written(data: Any, folder: Path) -> Path:
@@ -57,7 +71,6 @@ def _written(data: Any, folder: Path) -> Path:
             "data= is not accepted: give a path, a DataFrame, or a list of dictionaries, one a "
             "row, which is not empty."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "rows.jsonl"
     try:
         lines = [json.dumps(dict(row), ensure_ascii=False, default=_plain) for row in rows]
@@ -96,7 +109,6 @@ def _source_file(reward: Callable[..., Any], folder: Path) -> str:
         raise UserError(
             f"reward={name} has no source that can be read ({error}): give FILE.py:FUNCTION."
         ) from error
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / "reward.py"
     target.write_text(text, encoding="utf-8")
     return f"{target}:{name}"

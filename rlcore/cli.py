@@ -7,8 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +81,16 @@ def _run(words: list[str]) -> int:
 def read(words: Sequence[str]) -> Given:
     """A command's words by their keys; where no run begins, model=FOLDER, data= and reward= as the
     settings that they stand for. Raises UserError."""
+    from rlcore.config.verbs import find
+
+    find(words)
+    try:
+        return _read(words)
+    except UserError as error:
+        raise _with_others(words, error) from None
+
+
+def _read(words: Sequence[str]) -> Given:
     from rlcore.config.verbs import find, parse
 
     if not find(words)[0].settings:
@@ -86,6 +99,26 @@ def read(words: Sequence[str]) -> Given:
 
     given = parse(list(words), setting_names(_config_dir(words)))
     return given if given.verb.name == "train" else _of_three_words(given)
+
+
+def _with_others(words: Sequence[str], error: UserError) -> UserError:
+    """An error that refuses some words of a command, with the faults of the others, which a start
+    would refuse next."""
+    from rlcore.config.verbs import find
+
+    verb, rest = find(words)
+    if verb.name not in CHECKS:
+        return error
+    from rlcore.config.others import all_faults
+
+    def compose(left: list[str]) -> Callable[[], object]:
+        given = _read([verb.name, *left])
+        if verb.key("dry_run"):  # without trial answers
+            given = replace(given, own={**given.own, "dry_run": "true"})
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            return _checks(given)
+
+    return all_faults(error, rest, compose)
 
 
 def _help(words: list[str]) -> int:
@@ -153,7 +186,10 @@ def _sweep(given: Given) -> int:
     from rlcore.commands.sweep import jobs, sweep
 
     config_dir = given.text("config_dir")
-    found = jobs(given.settings, config_dir)
+    try:
+        found = jobs(given.settings, config_dir)
+    except UserError as error:
+        raise _with_others(given.words, error) from None
     return sweep(found, config_dir, dry_run=given.flag("dry_run"), warm=given.flag("warm"))
 
 
@@ -175,16 +211,19 @@ def _sft(given: Given) -> int:
 
 def _eval(given: Given) -> int:
     config = config_of(given)
-    from rlcore.commands.evaluate import evaluate
+    from rlcore.commands.evaluate import check, evaluate
 
-    model_named = given.setting("model.path") is not None
+    checkpoint, model_named = given.text("checkpoint"), given.setting("model.path") is not None
     if model_named and not os.path.isfile(os.path.join(config.run_dir, "config.yaml")):
         from rlcore.commands.choices import with_length
 
-        config, line = with_length(config, given.settings)
+        # no trial answers of what is refused
+        config, line = with_length(
+            config, given.settings, lambda: check(config, checkpoint, model_named=True)
+        )
         if line:
             print(f"rlcore: {line}", flush=True)
-    return evaluate(config, given.text("checkpoint"), model_named=model_named)
+    return evaluate(config, checkpoint, model_named=model_named)
 
 
 def _chat(given: Given) -> int:
@@ -396,7 +435,14 @@ def _completion(given: Given) -> int:
 
 
 def config_of(given: Given) -> RunConfig:
-    """Composed before a command is imported, so that a wrong key answers at once."""
+    """The run of a command's words. Raises UserError, with all that a start would refuse."""
+    try:
+        return _config_of(given)
+    except UserError as error:
+        raise _with_others(given.words, error) from None
+
+
+def _config_of(given: Given) -> RunConfig:
     from rlcore.config.compose import load
 
     given = _chosen(given) if given.verb.name == "train" else given
@@ -526,6 +572,25 @@ HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "diagnose": _diagnose,
     "completion": _completion,
 }
+
+# verb -> the module of rlcore.commands that checks all before its start
+CHECKS = {"train": "start_checks", "try": "try_task", "eval": "evaluate", "sweep": "sweep"}
+
+
+def _checks(given: Given) -> Callable[[], object]:
+    """The checks before the start of a command, of words that compose."""
+    verb = given.verb.name
+    check = load_object(f"rlcore.commands.{CHECKS[verb]}:check")
+    if verb == "sweep":
+        from rlcore.commands.sweep import jobs
+
+        return partial(check, jobs(given.settings, given.text("config_dir")))
+    config = _config_of(given)
+    if verb != "eval":
+        return partial(check, config)
+    model_named = given.setting("model.path") is not None
+    return partial(check, config, given.text("checkpoint"), model_named=model_named)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class UserError(Exception):
     """One sentence naming the config key, the value and what would be accepted. Exit code 2."""
 
-    def __init__(self, message: str, parts: tuple[str, ...] = ()) -> None:
-        """`parts`: the sentences of a message that holds several."""
+    def __init__(self, message: str, faults: Sequence[UserError] = ()) -> None:
+        """`faults`: the errors of a message that lists several."""
         super().__init__(message)
-        self.parts = parts or (message,)
+        self._faults = tuple(faults)
+
+    @property
+    def faults(self) -> tuple[UserError, ...]:
+        """The errors that it lists, or itself."""
+        return self._faults or (self,)
 
     @classmethod
     def choice(cls, key: str, value: object, choices: Iterable[object], why: str = "") -> UserError:
@@ -29,26 +35,36 @@ class Faults:
     """User errors of checks that do not need each other, so that a user sees all at once."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._found: dict[str, UserError] = {}
 
-    def of(self, check: Callable[[], T]) -> T | None:
+    def of(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """The result of a check, or None after its UserError, which is kept."""
         try:
-            return check()
+            return check(*args, **kwargs)
         except UserError as error:
-            # of one key and value the first fault counts: others follow from it
-            known = {text.split(" ")[0] for text in self._found}
-            self._found += [part for part in error.parts if part.split(" ")[0] not in known]
+            self.add(error)
             return None
+
+    def add(self, error: UserError) -> None:
+        """Keep an error, or those that it lists."""
+        for fault in error.faults:
+            # of one key and value the first fault counts: others follow from it
+            first = str(fault).split(" ")[0]
+            self._found.setdefault(first if "=" in first else str(fault), fault)
 
     def end(self) -> None:
         """Raise UserError with all that were found, if there are any."""
-        if len(self._found) == 1:
-            raise UserError(self._found[0])
-        if self._found:
-            listed = "".join(f"\n  {i}. {text}" for i, text in enumerate(self._found, 1))
-            message = f"{len(self._found)} faults, each to be mended:{listed}"
-            raise UserError(message, tuple(self._found))
+        if (error := self.error()) is not None:
+            raise error
+
+    def error(self) -> UserError | None:
+        """All that were found as one, if there are any."""
+        found = list(self._found.values())
+        if len(found) < 2:
+            return found[0] if found else None
+        listed = "".join(f"\n  {i}. {fault}" for i, fault in enumerate(found, 1))
+        message = f"{len(found)} faults, each to be mended:{listed}"
+        return UserError(message, found)
 
 
 class DeadlineExceeded(RuntimeError):

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from benchmarks.models.model_families import Family, write_folder
-from rlcore.commands.dry_run import check
+from rlcore.commands.start_checks import check
 from rlcore.config.compose import load
 from rlcore.errors import UserError
 from rlcore.learner.rank import LearnerRank

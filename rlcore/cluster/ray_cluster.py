@@ -22,7 +22,7 @@ from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from rlcore.cluster.specs import RaySpec, joined_address, named_address, python_words
-from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.errors import DeadlineExceeded, Faults, StageError, UserError
 from rlcore.lazy import torch
 from rlcore.patching import Patch
 from rlcore.reasons import message_of, reason
@@ -212,9 +212,11 @@ def check_cluster(
     joined, since it may hang: only its port is tried. Raises UserError."""
     address = joined_address(spec.address)
     if address is None:
-        _check_temporary()
-        _local_cpus(spec, needed_cpus, needed_gpus)
-        _check_store(spec, store_bytes)
+        faults = Faults()
+        faults.of(_check_temporary)
+        faults.of(_local_cpus, spec, needed_cpus, needed_gpus)
+        faults.of(_check_store, spec, store_bytes)
+        faults.end()
     else:
         named = named_address(spec.address)
         if address == AUTO:

@@ -4,14 +4,16 @@ rows and 32 trial answers, each with its reason. Words of the user go before all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rlcore.commands.preflight import make_tasks, tokenizer_of
+from rlcore.commands.start_checks import check
 from rlcore.commands.trial import TRIAL_S, Tried, try_answers
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
+from rlcore.errors import Faults
 from rlcore.interfaces import Split, Task
 from rlcore.models.text import encode_prompt
 from rlcore.spare_cores import cores
@@ -21,6 +23,7 @@ FEW = 16  # held-out questions, whose accuracy has an error of an eighth
 WHOLE = 50e6  # parameters below which all weights are trained on CPUs
 LIMIT = {"cpu": 192, "gpu": 1024}  # tokens of a trial answer
 PROMPTS = 512  # prompts that are measured
+USUAL = 64  # tokens of a prompt that cannot be measured
 MIB = 1 << 20
 
 
@@ -68,47 +71,67 @@ def completed(
     config = load(words, config_dir, run_dir=run_dir)
     if config.model.path is None or config.mixed:
         return list(words), []
-    facts = look(config, trial=trial and "rollout.max_new_tokens" not in given)
-    kept = [choice for each in choices(facts) if (choice := _without(each, given)).words]
+    facts, sample = look(config)
+    given_length = "rollout.max_new_tokens" in given
+    if trial and not given_length:
+        # no trial answers of what is refused
+        first = [word for choice in _chosen(facts, given) for word in choice.words]
+        check(load([*first, *words], config_dir, run_dir=run_dir))
+        facts = replace(facts, tried=sample())
+    kept = _chosen(facts, given)
     chosen = [word for choice in kept for word in choice.words]
     lines = [f"  {' '.join(choice.words)}: {choice.reason}" for choice in kept]
     return [*chosen, *words], ["rlcore: chosen (a word of yours goes before each):", *lines]
 
 
-def look(config: RunConfig, *, trial: bool, part: Split = "train") -> Facts:
-    """Measure the model, this machine and the rows, and, with `trial`, answers of the model to
-    problems of this part."""
+def _chosen(facts: Facts, given: set[str]) -> list[Choice]:
+    return [choice for each in choices(facts) if (choice := _without(each, given)).words]
+
+
+def look(config: RunConfig, part: Split = "train") -> tuple[Facts, Callable[[], Tried | None]]:
+    """Measure the model, this machine and the rows. The function samples trial answers to problems
+    of this part.
+
+    An input that is at fault is passed over here: the checks before a start name it.
+    """
     from rlcore.cluster.ray_cluster import local_gpus
     from rlcore.models.sizes import folder_parameters
 
-    tasks = make_tasks(config)
-    task = next(iter(tasks.values()))
-    tokenizer = tokenizer_of(config, tasks)
-    gpus = local_gpus()
-    tried = None
-    if trial and task.size(part) != 0:
-        tried = try_answers(config, task, tokenizer, LIMIT["gpu" if gpus else "cpu"], part)
-    return Facts(
-        folder_parameters(str(config.model.path)),
+    faults, gpus = Faults(), local_gpus()
+    tasks = faults.of(make_tasks, config) or {}
+    task = next(iter(tasks.values()), None)
+    tokenizer = faults.of(tokenizer_of, config, tasks)
+    facts = Facts(
+        faults.of(folder_parameters, str(config.model.path)) or 0,
         gpus,
         cores(),
-        task.size("train"),
-        task.size("heldout") != 0,
-        _longest(config, task, tokenizer, part),
-        tried,
+        None if task is None else task.size("train"),
+        task is None or task.size("heldout") != 0,
+        USUAL if task is None or not tokenizer else _longest(config, task, tokenizer, part),
     )
 
+    def sample() -> Tried | None:
+        if task is None or task.size(part) == 0:
+            return None
+        return try_answers(config, task, tokenizer, LIMIT["gpu" if gpus else "cpu"], part)
 
-def with_length(config: RunConfig, by_user: Sequence[str]) -> tuple[RunConfig, str]:
+    return facts, sample
+
+
+def with_length(
+    config: RunConfig, by_user: Sequence[str], check: Callable[[], object]
+) -> tuple[RunConfig, str]:
     """The evaluation of a model with the length of its trial answers, where no word of the user
-    gives one, and a line that says why."""
+    gives one, and a line that says why. `check`: before answers are sampled."""
     given = {word.partition("=")[0].lstrip("+") for word in by_user}
     key, usual = "rollout.max_new_tokens", config.rollout.max_new_tokens
     if given & {key, "rollout", "experiment"} or config.model.diffusion is not None:
         return config, ""
     if config.mixed or config.played:
         return config, f"{key}={usual} by default: answers of several tasks or turns are not tried"
-    facts = look(config, trial=True, part="heldout")
+    check()
+    facts, sample = look(config, "heldout")
+    facts = replace(facts, tried=sample())
     new, why = _new_tokens(facts)
     if (room := config.model.max_len - facts.prompt) < new:
         new, why = max(1, room), f"{why}; model.max_len={config.model.max_len} holds no more"
@@ -121,7 +144,7 @@ def _longest(config: RunConfig, task: Task, tokenizer: Any, part: Split) -> int:
     asked = (task.item(part, index) for index in range(count))
     return max(
         (len(encode_prompt(tokenizer, i.messages or i.question, config.model)) for i in asked),
-        default=64,
+        default=USUAL,
     )
 
 

@@ -6,33 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rlcore.cluster.placement import free_port
-from rlcore.cluster.ray_cluster import check_cluster
 from rlcore.cluster.specs import joined_address
 from rlcore.commands import derived
 from rlcore.commands.about import run_kernels
-from rlcore.commands.memory import (
-    check_memory,
-    memory_lines,
-    policy_parameters,
-    published_bytes,
-    stored_bytes,
-)
+from rlcore.commands.memory import memory_lines, policy_parameters, published_bytes
 from rlcore.commands.node_places import check_idle, placed
-from rlcore.commands.preflight import Prepared, check_writable, prepare, refuse_another_run
-from rlcore.commands.warm_up import kept_at, kept_model
+from rlcore.commands.preflight import Prepared
+from rlcore.commands.start_checks import check
+from rlcore.commands.warm_up import kept_model
 from rlcore.config.compose import check_resume
 from rlcore.config.parts import PARTS
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
 from rlcore.config.unread import unread
-from rlcore.errors import Faults
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.loop import checkpoint
 from rlcore.loop.prompts import HeldOutRequests
 from rlcore.loop.run_plan import Progress
 from rlcore.loop.specs import EvaluationSpec
-from rlcore.metrics.logger import require_free_endpoint
 from rlcore.metrics.rows import read_rows
 from rlcore.metrics.sinks import NO_WANDB, wandb_mode
 from rlcore.rollout.specs import ActorSpec
@@ -50,36 +41,15 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     `words`: rates for a forecast, as of `rlcore plan`. Joins no cluster and writes nothing. Returns
     0; raises UserError as `train` does.
     """
-    config, prepared, start = check(config)
+    config = derived.with_stated_threads(config)
+    prepared = check(config)
+    start, config = _start(config, prepared), prepared.config
     pace = from_room("expected")(config, words or {})
     print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
     for title, lines in (*_sections(config, prepared, start), ("forecast", pace)):
         for i, line in enumerate(lines):
             print(f"{title if i == 0 else '':13s}{line}")
     return 0
-
-
-def check(config: RunConfig) -> tuple[RunConfig, Prepared, str]:
-    """The configuration as the model can take it, what was prepared, and where the run begins,
-    after all checks that need no process. Raises UserError."""
-    config = derived.with_stated_threads(config)
-    faults = Faults()
-    if config.model.path is not None:  # before other checks of a model that is too large
-        faults.of(lambda: check_memory(config, None))
-    found = faults.of(lambda: prepare(config))
-    faults.of(lambda: refuse_another_run(config))
-    faults.of(lambda: check_writable("run_dir", config.run_dir))
-    if config.model.path is None and kept_model(config) is None:
-        faults.of(lambda: check_writable("model.warmup.cache_dir", str(kept_at(config).parent)))
-    faults.end()
-    assert found is not None
-    prepared = found
-    start = _start(config, prepared)
-    config = prepared.config
-    if config.model.path is None:
-        check_memory(config, prepared.tokenizer)
-    _check_places(config, prepared)
-    return config, prepared, start
 
 
 def _start(config: RunConfig, prepared: Prepared) -> str:
@@ -112,22 +82,6 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
         "the missing rows back, or move the file away to start a new one.",
     )
     return f"continues from {found.name}"
-
-
-def _check_places(config: RunConfig, prepared: Prepared) -> None:
-    """Check CPUs, GPUs, the object store, and the ports of metrics and learner: of this machine, or
-    of the nodes that a launcher would ask for. A cluster that exists is not joined."""
-    if config.cluster.launch.kind in ELSEWHERE:
-        for _ in check_idle(config, placed(config)):
-            pass  # a line of the resources
-        return
-    cpus, gpus = derived.needed(config)
-    size = stored_bytes(config, prepared.tokenizer)
-    check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
-    require_free_endpoint(config.logging)
-    # In a joined cluster the port must be free on rank 0's node, which is not chosen yet.
-    if joined_address(config.cluster.address) is None:
-        free_port(config.learner.port)
 
 
 def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tuple[str, list[str]]]:

@@ -19,11 +19,17 @@ from rlcore.commands import derived
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.model_checks import check_attention
 from rlcore.commands.owner import own
-from rlcore.commands.preflight import Prepared, ask_lean_servers, note, prepare
+from rlcore.commands.preflight import (
+    Prepared,
+    ask_lean_servers,
+    check_writable,
+    note,
+    prepare,
+)
 from rlcore.commands.processes import Session, connected, learner_jobs
 from rlcore.commands.warm_up import fresh_model, with_drafts
 from rlcore.config.schema import RunConfig
-from rlcore.errors import UserError
+from rlcore.errors import Faults, UserError
 from rlcore.files import replace_file
 from rlcore.learner.exporting import export_stored
 from rlcore.loop import checkpoint
@@ -57,13 +63,8 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
 
     `named`: the checkpoint asked for. `model_named`: the command's own words set model.path.
     """
-    model_path, folder = to_evaluate(config, named, model_named)
-    # A checkpoint's run has the actors that its model was trained for.
-    if folder is None:
-        check_attention(config)
-    prepared = prepare(config, trains=False)
+    prepared, (model_path, folder) = check(config, named, model_named=model_named)
     config = prepared.config
-    ask_lean_servers(config)
     run_dir, after_s = Path(config.run_dir), config.takeover_after_s
     with own(run_dir, "rlcore eval", takeover_after_s=after_s) as owner:
         if owner.news:
@@ -77,6 +78,24 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
         interval = _with_interval(name, results).partition(" ")[2]
         note(f"{name:40s} {value:.4f} {interval}".rstrip())
     return 0
+
+
+def check(
+    config: RunConfig, named: str | None, *, model_named: bool
+) -> tuple[Prepared, tuple[str, Path | None]]:
+    """What an evaluation needs, and the result of `to_evaluate`. Raises UserError with all
+    faults."""
+    faults = Faults()
+    found = faults.of(to_evaluate, config, named, model_named)
+    # A checkpoint's run has the actors that its model was trained for.
+    if found is not None and found[1] is None:
+        faults.of(check_attention, config)
+    prepared = faults.of(prepare, config, trains=False)
+    faults.of(check_writable, "run_dir", config.run_dir)
+    faults.of(ask_lean_servers, config)
+    faults.end()
+    assert prepared is not None and found is not None
+    return prepared, found
 
 
 def _results(

@@ -57,7 +57,7 @@ def _check(config: RunConfig) -> Iterator[str]:
         yield f"not checked, since this machine does not see them: {', '.join(hidden)}"
     else:
         # imports torch and Ray
-        from rlcore.commands.dry_run import check
+        from rlcore.commands.start_checks import check
 
         check(config)
     found = placed(config)

@@ -43,8 +43,10 @@ def policy_parameters(config: RunConfig, tokenizer: Any) -> int:
 
 
 def published_bytes(config: RunConfig, tokenizer: Any) -> int:
-    """Bytes of one publication: every set of weights that actors load."""
-    sent, alphabet = partial(_sent, config, tokenizer), len(tokenizer)
+    """Bytes of one publication: every set of weights that actors load. `tokenizer`: the policy's,
+    which is read where the model is fresh."""
+    sent = partial(_sent, config, tokenizer)
+    alphabet = 0 if config.model.path is not None else len(tokenizer)
     used = [part for part in PARTS if part.setting(config)]
     further = sum(part.published(config, sent, alphabet) for part in used)
     return (sent(config.learner.lora) + further) * BYTES[wire_dtype(config)]

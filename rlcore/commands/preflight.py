@@ -46,7 +46,7 @@ from rlcore.rollout.specs import RolloutSpec
 from rlcore.rooms import from_room
 from rlcore.spec import refuse
 from rlcore.tasks import make_task, remarks_of, tasks_with_tokens
-from rlcore.tasks.rewards.specs import LeanSpec
+from rlcore.tasks.rewards.specs import LeanSpec, RewardSpec
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import Message
 
@@ -62,22 +62,28 @@ def check_rewards(config: RunConfig) -> None:
 
     No address is asked: a service may come up later than the run.
     """
+    faults = Faults()
     for key, reward in rewards(config):
-        if reward.endpoint is not None:
-            from rlcore.tasks.rewards.requests import api_key
+        faults.of(_check_reward, key, reward)
+    faults.end()
 
-            api_key(key, reward.endpoint)
-        if reward.own is not None:
-            from rlcore.tasks.rewards.weighted import own_reward
 
-            own_reward(key, reward.own).close()
-        if reward.classifier is not None:
-            folder = Path(reward.classifier.path)
-            if not (folder / "config.json").is_file():
-                raise UserError(
-                    f"{key}.path={folder} holds no config.json: give a local Hugging Face folder "
-                    f"of a sequence classifier; {not_here(str(folder), 'model')}."
-                )
+def _check_reward(key: str, reward: RewardSpec) -> None:
+    if reward.endpoint is not None:
+        from rlcore.tasks.rewards.requests import api_key
+
+        api_key(key, reward.endpoint)
+    if reward.own is not None:
+        from rlcore.tasks.rewards.weighted import own_reward
+
+        own_reward(key, reward.own).close()
+    if reward.classifier is not None:
+        folder = Path(reward.classifier.path)
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"{key}.path={folder} holds no config.json: give a local Hugging Face folder "
+                f"of a sequence classifier; {not_here(str(folder), 'model')}."
+            )
 
 
 def ask_lean_servers(config: RunConfig) -> None:
@@ -156,39 +162,70 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     """Build tasks, tokenizer and prompt sources, and check that they fit the model.
 
     `trains`, `evaluates`: whether these splits of the tasks are read and must hold problems that
-    fit. Raises UserError.
+    fit. Raises UserError with all faults.
     """
-    # First: what it imports may be what the later checks need.
-    load_own(config)
     faults = Faults()
-    faults.of(lambda: _build_own(config))
+    # First: what it imports may be what the later checks need.
+    faults.of(load_own, config)
+    faults.of(_build_own, config)
     if evaluates:  # a command that neither trains by rewards nor evaluates has no graders
-        faults.of(lambda: check_rewards(config))
-    made = faults.of(lambda: make_tasks(config))
-    if made is None and config.model.path is not None:  # the model does not need the tasks
-        faults.of(lambda: check_models(config, tokenizer_of(config, {})))
-    size = None if made is None else faults.of(lambda: _model_of(config, made))
-    faults.end()
-    assert made is not None and size is not None
-    tasks, (tokenizer, vocabulary) = made, size
-    alphabet = _alphabet(tasks)
-    config = within_vocabulary(config, vocabulary, note)
-    for label in config.tasks:
-        split_stops(tokenizer, config.rollout_of(label).stop)
-    train = training_sources(config, tasks, tokenizer)
-    for label in config.played:
-        _check_environment(config, label, tasks[label], tokenizer)
-    if trains:
-        for label, source in train.items():
-            _check_train(config, label, source)
-            _check_buffer(config, label)
-    heldout = {**train, **_evaluation_sources(config, tokenizer)}
-    if evaluates:
-        heldout = _checked_heldout(config, heldout, trains)
-    prompts = _prompts(config, train)
+        faults.of(check_rewards, config)
+    tasks = faults.of(make_tasks, config)
+    # A model of a folder does not need the tasks.
+    tokenizer: Any = None
+    vocabulary = 0
+    if tasks is not None or config.model.path is not None:
+        tokenizer = faults.of(tokenizer_of, config, tasks or {})
+        if tokenizer is not None:
+            vocabulary = faults.of(check_models, config, tokenizer) or 0
+    train: dict[str, PromptSource] = {}
+    heldout: dict[str, PromptSource] = {}
+    if tasks is not None:  # without a tokenizer, no prompt's length is checked
+        train = faults.of(training_sources, config, tasks, tokenizer) or {}
+        heldout = faults.of(_heldout, config, train, tokenizer, (trains, evaluates)) or {}
+        _check_labels(config, train, tokenizer, faults, (trains, vocabulary > 0))
     # Corrections may change what actors sample from (DVP), so requests are made after them.
-    pipeline = build(config.correction.chosen(), config.seed, config.algorithm, config.strata)
-    _check_shadows(config, pipeline)
+    pipeline = faults.of(
+        build, config.correction.chosen(), config.seed, config.algorithm, config.strata
+    )
+    if pipeline is not None:
+        faults.of(_check_shadows, config, pipeline)
+    faults.end()
+    assert tasks is not None and pipeline is not None
+    config = within_vocabulary(config, vocabulary, note)
+    return _prepared(config, (train, heldout), tokenizer, pipeline)
+
+
+def _check_labels(
+    config: RunConfig,
+    train: Mapping[str, PromptSource],
+    tokenizer: Any,
+    faults: Faults,
+    known: tuple[bool, bool],
+) -> None:
+    """Check every training task by itself. `known`: whether it is trained on, and whether the model
+    is right, on which the size of its records depends."""
+    trains, fits = known
+    for label, source in train.items():
+        if tokenizer is not None:
+            faults.of(split_stops, tokenizer, config.rollout_of(label).stop)
+            if label in config.played:
+                faults.of(_check_environment, config, label, source.task, tokenizer)
+        if trains:
+            faults.of(_check_train, config, label, source)
+        if trains and fits:
+            faults.of(_check_buffer, config, label)
+
+
+def _prepared(
+    config: RunConfig,
+    sources: tuple[dict[str, PromptSource], dict[str, PromptSource]],
+    tokenizer: Any,
+    pipeline: Pipeline,
+) -> Prepared:
+    """`sources`: for training, and of held-out prompts."""
+    train, heldout = sources
+    prompts = _prompts(config, train)
     asked = {label: _asked(config.rollout_of(label), pipeline) for label in config.tasks}
     usual, seed = _asked(config.rollout, pipeline), config.seed
     return Prepared(
@@ -203,15 +240,9 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         ),
         HeldOutRequests(heldout, sampling=usual.sampling, run_seed=seed, tasks=asked),
         tokenizer,
-        alphabet,
+        _alphabet({label: source.task for label, source in train.items()}),
         tuple(_remarks(config, {**train, **heldout}, tokenizer)),
     )
-
-
-def _model_of(config: RunConfig, tasks: Mapping[str, Task]) -> tuple[Any, int]:
-    """The tokenizer, and the size of the model's vocabulary."""
-    tokenizer = tokenizer_of(config, tasks)
-    return tokenizer, check_models(config, tokenizer)
 
 
 def _remarks(
@@ -243,14 +274,18 @@ def _build_own(config: RunConfig) -> None:
     """Build the losses and advantages, which may be a user's own and which runs build later. Sinks
     write files when they are built: only their classes are checked, and that W&B is installed if it
     is wanted. Raises UserError."""
-    make_loss(config.algorithm)
+    faults = Faults()
+    faults.of(make_loss, config.algorithm)
     for label in config.tasks:
         key, name = config.advantage_of(label)
-        make_advantage(config.algorithm.model_copy(update={"advantage": name}), key)
+        algorithm = config.algorithm.model_copy(update={"advantage": name})
+        faults.of(make_advantage, algorithm, key)
     for name in config.logging.sinks:
-        if hasattr(sink := own_sink(name), "_require"):  # a function of the user's has none
-            sink._require()
-    wandb_mode(config.logging)
+        sink = faults.of(own_sink, name)
+        if hasattr(sink, "_require"):  # a function of the user's has none
+            faults.of(sink._require)
+    faults.of(wandb_mode, config.logging)
+    faults.end()
 
 
 def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any) -> None:
@@ -290,31 +325,40 @@ def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> SampleSettings:
 
 def make_tasks(config: RunConfig) -> dict[str, Task]:
     """The tasks that are trained on, by label. Raises UserError."""
-    return {
-        label: make_task(spec.name, dict(spec.args), label=label, key=config.task_key(label))
-        for label, spec in config.tasks.items()
+    faults = Faults()
+    made = {
+        label: faults.of(make_task, s.name, dict(s.args), label=label, key=config.task_key(label))
+        for label, s in config.tasks.items()
     }
+    faults.end()
+    return {label: task for label, task in made.items() if task is not None}
 
 
 def training_sources(
     config: RunConfig, tasks: Mapping[str, Task], tokenizer: Any
 ) -> dict[str, PromptSource]:
     """Prompts of the tasks that are trained on, by label."""
-    sources = {}
-    for label, task in tasks.items():
-        spec, key = config.tasks[label], config.task_key(label)
-        _check_deadline(key, task, key, spec.grade_timeout_s)
-        seed = task_seed(config.seed, label) if config.mixed else config.seed
-        own = spec.difficulty
-        refuse(
-            own is not None and own.problems is None and task.size("train") is None,
-            f"{key}.difficulty remembers problems, and {key}.name={spec.name} makes new ones "
-            f"without end: set {key}.difficulty.problems=N to walk its first N again and again.",
-        )
-        sources[label] = _source(
-            config, label, task, tokenizer, Walk(spec, seed, Difficulty(own, seed) if own else None)
-        )
-    return sources
+    faults = Faults()
+    made = {
+        label: faults.of(_training_source, config, label, task, tokenizer)
+        for label, task in tasks.items()
+    }
+    faults.end()
+    return {label: source for label, source in made.items() if source is not None}
+
+
+def _training_source(config: RunConfig, label: str, task: Task, tokenizer: Any) -> PromptSource:
+    spec, key = config.tasks[label], config.task_key(label)
+    _check_deadline(key, task, key, spec.grade_timeout_s)
+    seed = task_seed(config.seed, label) if config.mixed else config.seed
+    own = spec.difficulty
+    refuse(
+        own is not None and own.problems is None and task.size("train") is None,
+        f"{key}.difficulty remembers problems, and {key}.name={spec.name} makes new ones "
+        f"without end: set {key}.difficulty.problems=N to walk its first N again and again.",
+    )
+    walk = Walk(spec, seed, Difficulty(own, seed) if own else None)
+    return _source(config, label, task, tokenizer, walk)
 
 
 def _prompts(config: RunConfig, sources: Mapping[str, PromptSource]) -> Prompts:
@@ -352,7 +396,7 @@ def check_writable(key: str, value: str) -> None:
     except OSError as error:
         raise UserError(
             f"{key}={folder} cannot be written: {existing} is not a folder that this user may "
-            f"write to ({error.strerror})."
+            f"write to ({error.strerror}); choose another."
         ) from error
 
 
@@ -403,10 +447,10 @@ def _source(
         return encode_prompt(tokenizer, asked, config.model)
 
     # An environment asks the questions itself, where the episode is played.
-    played = label in config.played
+    encodes = label not in config.played and tokenizer is not None
     return PromptSource(
         task,
-        None if played else encode,
+        encode if encodes else None,
         run_seed=walk.run_seed,
         max_prompt_tokens=most_prompt_tokens(config, label, walk.spec),
         difficulty=walk.difficulty,
@@ -415,16 +459,31 @@ def _source(
     )
 
 
-def _evaluation_sources(config: RunConfig, tokenizer: Any) -> dict[str, PromptSource]:
-    """Prompts of the tasks that are only evaluated, by label."""
-    sources = {}
-    for label, spec in config.evaluation.tasks.items():
-        key = f"evaluation.tasks.{label}"
-        task = make_task(spec.name, dict(spec.args), label=label, key=key)
-        graded_as = config.task_key(next(iter(config.tasks)))
-        _check_deadline(key, task, graded_as, config.grading.grade_timeout_s)
-        sources[label] = _source(config, label, task, tokenizer, Walk(spec, config.seed))
-    return sources
+def _heldout(
+    config: RunConfig,
+    train: Mapping[str, PromptSource],
+    tokenizer: Any,
+    used: tuple[bool, bool],
+) -> dict[str, PromptSource]:
+    """Prompts of all tasks that may be evaluated, by label, training tasks first. `used`: whether
+    training and held-out rows are read."""
+    faults, sources = Faults(), dict(train)
+    trains, evaluates = used
+    for label in config.evaluation.tasks:
+        if (source := faults.of(_evaluation_source, config, label, tokenizer)) is not None:
+            sources[label] = source
+    if evaluates:
+        faults.of(_check_heldout, config, sources, trains)
+    faults.end()
+    return {n: s for n, s in sources.items() if not evaluates or s.task.size("heldout") != 0}
+
+
+def _evaluation_source(config: RunConfig, label: str, tokenizer: Any) -> PromptSource:
+    spec, key = config.evaluation.tasks[label], f"evaluation.tasks.{label}"
+    task = make_task(spec.name, dict(spec.args), label=label, key=key)
+    graded_as = config.task_key(next(iter(config.tasks)))
+    _check_deadline(key, task, graded_as, config.grading.grade_timeout_s)
+    return _source(config, label, task, tokenizer, Walk(spec, config.seed))
 
 
 def _check_deadline(key: str, task: Task, graded_as: str, limit: float) -> None:
@@ -465,29 +524,25 @@ def _check_buffer(config: RunConfig, label: str) -> None:
     )
 
 
-def _checked_heldout(
-    config: RunConfig, sources: Mapping[str, PromptSource], trains: bool
-) -> dict[str, PromptSource]:
-    """The sources that have held-out problems. Every source must have some, except where a run
-    trains without evaluations."""
-    spec = config.evaluation
+def _check_heldout(config: RunConfig, sources: Mapping[str, PromptSource], trains: bool) -> None:
+    """Require held-out problems of every source, except where a run trains without evaluations."""
+    spec, faults = config.evaluation, Faults()
     # The evaluation at the end is then left out as well.
     optional = trains and spec.every == 0 and not spec.at_start
-    found = {}
     for label, prompts in sources.items():
         if prompts.task.size("heldout") != 0:
-            prompts.check("heldout", spec.of(label).prompts)
-            found[label] = prompts
+            faults.of(prompts.check, "heldout", spec.of(label).prompts)
         elif label not in config.tasks:
             key = f"evaluation.tasks.{label}"
-            raise UserError(
-                f"{key}.name={spec.tasks[label].name} {_NO_HELDOUT} with {key}.args.heldout_path."
-            )
+            name = f"{key}.name={spec.tasks[label].name}"
+            faults.add(UserError(f"{name} {_NO_HELDOUT} with {key}.args.heldout_path."))
         elif not optional:
             key = config.task_key(label)
             without = ", or train without: evaluation.every=0 evaluation.at_start=false"
-            raise UserError(
-                f"{key}.name={config.tasks[label].name} {_NO_HELDOUT} with {key}.args.heldout_path"
-                f"{without if trains else ''}."
+            faults.add(
+                UserError(
+                    f"{key}.name={config.tasks[label].name} {_NO_HELDOUT} with "
+                    f"{key}.args.heldout_path{without if trains else ''}."
+                )
             )
-    return found
+    faults.end()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +22,7 @@ from rlcore.commands.owner import own
 from rlcore.config.compose import load
 from rlcore.config.groups import each_value
 from rlcore.config.schema import RunConfig
-from rlcore.errors import StageError, UserError
+from rlcore.errors import Faults, StageError, UserError
 from rlcore.launch.job import render
 from rlcore.launch.specs import ELSEWHERE
 from rlcore.metrics.sinks import FINAL, read_status
@@ -86,17 +88,36 @@ def jobs(words: Sequence[str], config_dir: str | None = None) -> list[Job]:
         "The words name one run: give a key several values, such as seed=0,1,2, or use rlcore "
         "train.",
     )
-    found = []
+    found: list[Job] = []
+    faults = Faults()
     for combination in product(*choices):
         varied = [word for word, values in zip(combination, choices) if len(values) > 1]
         # A folder's name, such as "seed-1_learner.lr-0.0001": run_dir takes no "=" unquoted.
         name = "_".join(re.sub(r"[^\w.+]+", "-", word).strip("-") for word in varied)
         given = (*combination, f"run_dir={Path(parent) / name}")
-        found.append(Job(name, given, load(given, config_dir)))
+        if (config := faults.of(load, given, config_dir)) is not None:
+            found.append(Job(name, given, config))
+    faults.end()
     names = [job.name for job in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"Two runs of the sweep are {twice}: leave one of the values out.")
     return found
+
+
+def check(found: Sequence[Job]) -> None:
+    """Check every run that is left as its own command would, once for those that differ by their
+    seed alone. A launcher checks its own. Raises UserError with all faults."""
+    from rlcore.commands import start_checks  # imports torch and Ray
+
+    faults, seen = Faults(), set[str]()
+    for job in found:
+        given = job.config.model_copy(update={"seed": 0, "run_dir": ""})
+        if job.finished or job.config.cluster.launch.kind in ELSEWHERE or repr(given) in seen:
+            continue
+        seen.add(repr(given))
+        # as the sweep resumes it
+        faults.of(start_checks.check, job.config.model_copy(update={"resume": "auto"}))
+    faults.end()
 
 
 def sweep(
@@ -113,19 +134,34 @@ def sweep(
     machine's CPUs are forks of one that has their imports. Returns 0 if all have finished or were
     submitted, 1 if one failed, 130 if the sweep was stopped.
     """
+    check(found)
     if dry_run:
         for job in found:
             print(f"{job.name}: {'finished' if job.finished else 'rlcore train'} {_shown(job)}")
         return 0
     folder = found[0].folder.parent
     after_s = found[0].config.takeover_after_s
-    with own(folder, "rlcore sweep", takeover_after_s=after_s) as owner:
+    with _ended_by_sigterm(), own(folder, "rlcore sweep", takeover_after_s=after_s) as owner:
         if owner.news:
             print(owner.news)
         if not warm or sum(on_cpus_here(job.config) for job in found if not job.finished) < 2:
             return _sweep(found, config_dir, start or _start)
         with TemporaryDirectory(prefix="rlcore-") as made, Nursery(Path(made), IMPORTS):
             return _sweep(found, config_dir, start or _start)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the sweep between its runs, as Ctrl-C does: the folder is given back, and
+    imports that are loading end, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def on_cpus_here(config: RunConfig) -> bool:

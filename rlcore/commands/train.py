@@ -23,16 +23,10 @@ from rlcore.commands.collapsed import go_back, slowed
 from rlcore.commands.derived import health_of
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
-from rlcore.commands.preflight import (
-    Prepared,
-    ask_lean_servers,
-    check_writable,
-    open_run_dir,
-    prepare,
-    refuse_another_run,
-)
+from rlcore.commands.preflight import Prepared, open_run_dir
 from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
+from rlcore.commands.start_checks import check
 from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.config.compose import check_resume, other_threads, to_yaml
 from rlcore.config.schema import RunConfig
@@ -40,7 +34,6 @@ from rlcore.config.unread import unread
 from rlcore.errors import (
     Collapsed,
     DeadlineExceeded,
-    Faults,
     OwnershipLost,
     RoleLost,
     StageError,
@@ -56,7 +49,7 @@ from rlcore.loop.run_plan import Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.health import RunVerdict
 from rlcore.metrics.log import NAME as LOG
-from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger, require_free_endpoint
+from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import CallbackSink
@@ -193,15 +186,7 @@ def train(
     started. `stop`: requests to end the run that come from elsewhere than signals."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
     config = derived.with_stated_threads(config)
-    faults = Faults()
-    found = faults.of(lambda: prepare(config))
-    faults.of(lambda: refuse_another_run(config))
-    faults.of(lambda: check_writable("run_dir", config.run_dir))
-    faults.end()
-    assert found is not None
-    prepared = found
-    ask_lean_servers(prepared.config)
-    require_free_endpoint(config.logging)
+    prepared = check(config)
     with open_run_dir(config, "rlcore train") as owner, _errors_name_the_log(owner):
         kernels = run_kernels(config)
         said = [*kernel_news(config, kernels)]

@@ -24,7 +24,7 @@ from rlcore.commands.processes import environment_jobs
 from rlcore.commands.try_environment import TriedModel, try_episodes
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
-from rlcore.errors import DeadlineExceeded, UserError
+from rlcore.errors import DeadlineExceeded, Faults, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import PromptSource
 from rlcore.models.text import (
@@ -88,22 +88,35 @@ def try_task(config: RunConfig, n: int, said: TriedModel = SCRIPTED) -> int:
     Starts graders and environments as a run does, and no engine or learner. Returns 1 if a run
     would refuse one of the prompts or a score failed, else 0. Raises UserError.
     """
-    _check_said(config, said)
-    load_own(config)
-    check_rewards(config)
-    ask_lean_servers(config)
-    tasks = make_tasks(config)
-    natural = any(task.alphabet() is None for task in tasks.values())
-    none = config.model.path is None and natural and not config.played
-    tokenizer = None if none else tokenizer_of(config, tasks)
-    sources = training_sources(config, tasks, tokenizer)
+    tasks, sources, tokenizer = check(config, said)
     faults = 0
     for label, job in environment_jobs(config).items():
-        from_room("check_template")(job.environment, tokenizer, job.template)
         asked = config.rollout_of(label).sampling(), said
         items = _items(sources.pop(label), n)
         faults += try_episodes(job, tokenizer, tasks[label], items, asked)
     return 1 if faults + _try_prompts(config, tasks, sources, tokenizer, n) else 0
+
+
+def check(
+    config: RunConfig, said: TriedModel = SCRIPTED
+) -> tuple[dict[str, Task], dict[str, PromptSource], Any]:
+    """(tasks by label, their prompts, tokenizer or None). Raises UserError with all faults."""
+    faults = Faults()
+    faults.of(_check_said, config, said)
+    faults.of(load_own, config)
+    faults.of(check_rewards, config)
+    faults.of(ask_lean_servers, config)
+    tasks = faults.of(make_tasks, config)
+    natural = any(task.alphabet() is None for task in (tasks or {}).values())
+    none = config.model.path is None and (tasks is None or (natural and not config.played))
+    tokenizer = None if none else faults.of(tokenizer_of, config, tasks or {})
+    sources = None if tasks is None else faults.of(training_sources, config, tasks, tokenizer)
+    if tokenizer is not None:
+        for job in environment_jobs(config).values():
+            faults.of(from_room("check_template"), job.environment, tokenizer, job.template)
+    faults.end()
+    assert tasks is not None and sources is not None
+    return tasks, sources, tokenizer
 
 
 def _check_said(config: RunConfig, said: TriedModel) -> None:
@@ -373,6 +386,12 @@ def _summary(trials: Sequence[Trial], scores: Sequence[Sequence[Score]]) -> list
     means = {what: sum(rewards) / len(rewards) for what, rewards in found.items()}
     listed = [f"{what} {mean:.4g} ({len(found[what])})" for what, mean in means.items()]
     lines = ["", f"mean reward: {', '.join(listed) or 'none'}; {failed} failed scores"]
+    if failed:
+        whole = sum(map(len, scores))
+        lines.append(
+            f"{failed} of {whole} responses could not be scored: a run counts and drops such "
+            "samples, which have no reward; return a number for every response"
+        )
     right = [mean for what, mean in means.items() if what in (WORKED, REFERENCE)]
     wrong = [mean for what, mean in means.items() if what in (ANOTHER, EMPTY)]
     known = any(r.what in (WORKED, REFERENCE) for trial in trials for r in trial.responses)

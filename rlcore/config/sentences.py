@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from rlcore.config.schema import SHADOW, CorrectionList, RunConfig, shipped
 from rlcore.corrections.specs import CORRECTIONS
-from rlcore.errors import UserError
+from rlcore.errors import Faults, UserError
 from rlcore.spec import Spec
 
 
@@ -25,10 +25,13 @@ def validate(data: Any) -> RunConfig:
         # JSON mode: strict types (no "2" for 2, no true for 1) that still take a list for a tuple.
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as e:
-        raise UserError(_sentence(e.errors(include_url=False))) from None
+        _faults(e.errors(include_url=False)).end()
+        raise
     # After the types of everything: a rule may rely on every setting of its specification.
+    faults = Faults()
     for key, spec in specifications(config):
-        spec.check(key)
+        faults.of(spec.check, key)
+    faults.end()
     return config
 
 
@@ -110,11 +113,12 @@ def is_text(key: str) -> bool:
     return False
 
 
-def _sentence(errors: list[ErrorDetails]) -> str:
-    first, rest = errors[0], errors[1:]
-    others = [_key(e) for e in rest if _key(e) != _key(first)]
-    tail = f" (also wrong: {', '.join(dict.fromkeys(others))})" if others else ""
-    return f"{_one(first)}{tail}."
+def _faults(errors: list[ErrorDetails]) -> Faults:
+    """The first error of each key: the forms of `task` are tried one after another."""
+    faults, first = Faults(), {_key(error): error for error in reversed(errors)}
+    for key in dict.fromkeys(map(_key, errors)):
+        faults.add(UserError(f"{_one(first[key])}."))
+    return faults
 
 
 def _key(error: ErrorDetails) -> str:

@@ -402,6 +402,12 @@ class Given:
     settings: tuple[str, ...] = ()  # words of the run's configuration, in their order
     operands: tuple[str, ...] = ()
 
+    @property
+    def words(self) -> list[str]:
+        """The command line again."""
+        own = (f"{key}={value}" for key, value in self.own.items())
+        return [*self.verb.name.split(), *own, *self.settings, *self.operands]
+
     def text(self, key: str) -> str | None:
         """The value of one of the verb's keys, or None."""
         return self.own.get(key)

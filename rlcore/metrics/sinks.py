@@ -463,7 +463,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     """Return the contents of status.json, or None before it is written."""
     try:
         return json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
-from rlcore.errors import UserError
+from rlcore.errors import Faults, UserError
 from rlcore.interfaces import Split, Task
 from rlcore.registry import load_object, resolve
 from rlcore.tasks.arguments import ArgumentError
@@ -59,8 +59,12 @@ def make_task(
             from rlcore.tasks.isolation.own import isolate  # imports what few tasks need
 
             isolate(task, name, own, args[ISOLATE])
-    except ArgumentError as error:
-        raise UserError(error.sentence(f"{key}.args")) from error
+    except UserError as error:
+        faults = Faults()
+        for fault in error.faults:
+            named = isinstance(fault, ArgumentError)
+            faults.add(UserError(fault.sentence(f"{key}.args")) if named else fault)
+        faults.end()
     return task
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlcore.errors import Faults
 from rlcore.tasks.arguments import ArgumentError, one_of
 from rlcore.tasks.reward_functions import GROUND_TRUTH, OWN, RewardFunction, weighted_sum
 from rlcore.tasks.row_files import fault
@@ -57,18 +58,21 @@ class FileTask(RecordTask):
         meta_fields: Sequence[str] = (),
         **files: Any,
     ) -> None:
-        sources = [grader] if isinstance(grader, str) else list(grader)
-        self._functions = [RewardFunction.load(str(s), grader_args or {}) for s in sources]
-        self._weights = _weights(grader_weights, self._functions)
-        chosen = one_of("completions", completions, ("auto", "text", "messages"))
+        sources, faults = [grader] if isinstance(grader, str) else list(grader), Faults()
+        found = [faults.of(RewardFunction.load, str(s), grader_args or {}) for s in sources]
+        self._functions = [function for function in found if function is not None]
+        if len(self._functions) == len(found):
+            self._weights = faults.of(_weights, grader_weights, self._functions) or []
+        chosen = faults.of(one_of, "completions", completions, ("auto", "text", "messages"))
         self._messages = None if chosen == "auto" else chosen == "messages"
         if isinstance(meta_fields, str):
-            raise ArgumentError(
-                "meta_fields", meta_fields, "is not accepted: give a list of column names."
-            )
+            why = "is not accepted: give a list of column names."
+            faults.add(ArgumentError("meta_fields", meta_fields, why))
+            meta_fields = []
         self._fields = question_field, answer_field, worked_field
         self._meta_fields = list(meta_fields)
-        super().__init__(**files)
+        faults.of(super().__init__, **files)
+        faults.end()
 
     def record(self, row: dict[str, Any]) -> Record:
         question, _, worked = self._fields
@@ -90,6 +94,8 @@ class FileTask(RecordTask):
     def _reference(self, row: dict[str, Any]) -> tuple[list[str], Any]:
         """(accepted answers, the row's own value where functions of other trainers are given
         it)."""
+        if not self._functions:  # none could be loaded, which is said
+            return [""], None
         path, form = self._fields[1], self._functions[0].form
         if path == BY_FORM:
             path = next((p for p in form.answers if not p or _has(row, p)), "answer")

@@ -12,6 +12,7 @@ from decimal import Decimal
 from math import ceil
 from typing import Any
 
+from rlcore.errors import Faults
 from rlcore.interfaces import Split, Task
 from rlcore.seeding import derive_seed
 from rlcore.tasks import format_prompt_id
@@ -83,9 +84,11 @@ class RecordTask(Task, ABC):
         self._splits: dict[Split, str | None] = {"train": train_split, "heldout": heldout_split}
         # rows left out because they have no answer
         self.skipped: dict[Split, int] = {"train": 0, "heldout": 0}
+        faults = Faults()
         self._records: dict[Split, list[Record]] = {
-            split: self._load(split) for split in self._paths
+            split: faults.of(self._load, split) or [] for split in self._paths
         }
+        faults.end()
         self._hold_out(heldout_share)
 
     @abstractmethod

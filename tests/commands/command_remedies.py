@@ -232,7 +232,7 @@ WITHOUT = {
     r"out=.* exists: choose another folder": OTHER + "test_commands.py",
     r"leave one of them out\.": OTHER + "test_commands.py",
     r"holds no valid checkpoint to": FACT,
-    r"is not a folder that this user may write": FACT,
+    r"is not a folder that this user may write": USER,
     r"put the missing rows back": OTHER + "test_dry_run.py",
     r"and none is valid, so resume=auto": OTHER + "test_dry_run.py",
     r"needs the package gguf": USER,

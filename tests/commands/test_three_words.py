@@ -179,12 +179,12 @@ def test_trial_answers_are_sampled_and_graded_before_a_run(capsys):
 def test_an_evaluation_of_a_model_has_the_length_of_its_trial_answers(monkeypatch):
     words = ["model=path", "model.path=model", "model.max_len=128", "task=file", "run_dir=r"]
     rows = ["task.args.heldout_path=rows.jsonl", "task.args.grader=graders.py:grade"]
-    config, line = with_length(load([*words, *rows]), [*words, *rows])
+    config, line = with_length(load([*words, *rows]), [*words, *rows], lambda: None)
     assert 32 <= config.rollout.max_new_tokens <= 128 - 4  # "9+1=" and more are four tokens
     assert "is chosen: 32 trial answers" in line
     monkeypatch.setattr("rlcore.commands.choices.try_answers", None)  # not called again
     given = [*words, *rows, "rollout.max_new_tokens=7"]
-    assert with_length(load(given), given) == (load(given), "")
+    assert with_length(load(given), given, lambda: None) == (load(given), "")
 
 
 def test_a_held_out_share_keeps_questions_apart():

@@ -133,7 +133,7 @@ def test_what_a_users_grader_says_and_where_it_fails(capsys):
     assert "reference answer: reward 1 (length 1)" in shown
     assert "another problem's answer: reward 0 (length 1)" in shown
     assert "empty response: FAILED (error): ValueError: nothing to judge" in shown
-    assert "2 failed scores" in shown
+    assert "2 failed scores\n2 of 6 responses could not be scored: a run counts and drops" in shown
     generous = tried(capsys, *FILE[:2], "task.args.grader=mine.py:generous", "n=1")
     assert "does not prefer known answers to wrong ones" in generous
     broken = tried(capsys, *FILE[:2], "task.args.grader=mine.py:broken", "n=1", code=1)

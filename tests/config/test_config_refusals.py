@@ -736,7 +736,9 @@ def test_run_dir_is_required():
 
 
 def test_several_mistakes_are_all_named():
-    with pytest.raises(UserError, match=r"schedule\.steps=y .*also wrong: learner\.lr"):
+    with pytest.raises(
+        UserError, match=r"2 faults(.|\n)*1\. schedule\.steps=y (.|\n)*2\. learner\.lr=x"
+    ):
         load(["run_dir=x", "learner.lr=x", "schedule.steps=y"])
 
 
