@@ -22,7 +22,7 @@ EXPLAINING = (
     *("staleness/share_", "train/positions", "train/sequence", "train/flat_positions"),
     *("mismatch/eighth_", "mismatch/stretch_", "mismatch/ratio_", "mismatch/abs_dlogp_p"),
     *("mismatch/abs_dprob", "mismatch/agreement", "mismatch/below_", "mismatch/tokens"),
-    *("mismatch/truncated", "mismatch/masked", "mismatch/veto", "mismatch/nonfinite"),
+    *("mismatch/truncated", "mismatch/masked", "mismatch/veto"),
     *("mismatch/unstored", "mismatch/unlikely", "mismatch/unknown", "mismatch/floor_tokens"),
     *("mismatch/floor_mass", "mismatch/fixed_share", "mismatch/repeated_share", "mismatch/bias2"),
     *("mismatch/variance_added", "mismatch/z_approx", "mismatch/kappa", "mismatch/ais_alpha_"),
