@@ -62,8 +62,9 @@ def make_task(
     except UserError as error:
         faults = Faults()
         for fault in error.faults:
-            named = isinstance(fault, ArgumentError)
-            faults.add(UserError(fault.sentence(f"{key}.args")) if named else fault)
+            if isinstance(fault, ArgumentError):
+                fault = UserError(fault.sentence(f"{key}.args"))
+            faults.add(fault)
         faults.end()
     return task
 
