@@ -19,7 +19,7 @@ from rlcore.rollout.specs import ActorSpec
 
 HERE = Path(__file__).parent
 UPDATES = ["test_vllm_updates.py"]
-ALL = [*UPDATES, "test_vllm_engine.py", "test_vllm_set_version.py"]
+ALL = [*UPDATES, "test_vllm_engine.py", "test_vllm_set_version.py", "test_kept_rows.py"]
 
 
 def passes_on(runner: str, files: list[str], *args: str, timeout_s: float) -> None:

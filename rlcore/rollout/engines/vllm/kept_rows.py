@@ -27,7 +27,8 @@ class RowStore:
     """Gives each step of one engine its place in a group."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # first in line, ahead of the step that is under way
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._group: StepGroup | None = None
 
     def add(self, ids: Tensor, logp: Tensor) -> tuple[StepGroup, int]:
@@ -87,7 +88,8 @@ class StepGroup:
     def take(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids [n, k + 1] int32 and log-probs [n, k + 1] float32 of rows by number."""
         self.copy()
-        return self._ids[rows], self._logp[rows]
+        at = np.array(rows, np.intp)
+        return self._ids.take(at, axis=0), self._logp.take(at, axis=0)
 
 
 class KeptLogprobs(LogprobsTensors):
