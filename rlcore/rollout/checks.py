@@ -57,7 +57,11 @@ _GATED = {
     "rope_type": ("default",),
 }
 _WHOLE = {"partial_rotary_factor": (1.0,), "rope_type": ("default",)}
-_NEXT = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+_NEXT: dict[str, tuple[Any, ...]] = {
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
 UNREAD: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "falcon_h1": {
         "mamba_norm_before_gate": (False,),
