@@ -181,7 +181,8 @@ def draw(
 ) -> Path:
     """`rlcore report format=svg|pdf|csv`, by the suffix of `out`: curves of runs, those that differ
     by their seed alone merged, with t intervals of `ci` percent. Raises UserError."""
-    from rlcore.report.curves import FORMATS, Asked, write_curves
+    from rlcore.config.verbs import FORMATS
+    from rlcore.report.curves import Asked, write_curves
 
     suffix = Path(out).suffix.removeprefix(".")
     form = next((known for known in FORMATS if known == suffix), None)

@@ -100,11 +100,14 @@ def test_small_files_circles_and_repeated_names_are_found(tmp_path):
     (package / "one.py").write_text("def f():\n    from pack.two import g\n")
     (package / "two.py").write_text("from pack import one, small\n\n\ndef g():\n    pass\n")
     (package / "long.py").write_text("def f():\n" + "    pass\n" * 600)
+    (package / "inner").mkdir()
+    (package / "inner" / "long.py").touch()
     assert list(structure.exceptions(package).values()) == [
         ["long.py"],
         ["one.py", "two.py"],
         ["pack.one, pack.two"],
         ["A"],
+        ["long.py"],
         ["long.py: f"],
     ]
 
