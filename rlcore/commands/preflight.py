@@ -282,8 +282,8 @@ def _build_own(config: RunConfig) -> None:
         faults.of(make_advantage, algorithm, key)
     for name in config.logging.sinks:
         sink = faults.of(own_sink, name)
-        if hasattr(sink, "_require"):  # a function of the user's has none
-            faults.of(sink._require)
+        if (required := getattr(sink, "_require", None)) is not None:  # a user's own may lack it
+            faults.of(required)
     faults.of(wandb_mode, config.logging)
     faults.end()
 

@@ -82,7 +82,7 @@ RIGHT = {
     "run_dir": "run_dir=run",
 }
 # A model that is not there has no size.
-PAIRS = [{*pair} for pair in combinations(FAULTS, 2) if {*pair} != {"model", "memory"}]
+PAIRS = [pair for pair in combinations(FAULTS, 2) if {*pair} != {"model", "memory"}]
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def words_with(wrong):
     return [*right, *(FAULTS[name][0] for name in wrong)]
 
 
-@pytest.mark.parametrize("wrong", [set(), *({name} for name in FAULTS), *PAIRS], ids="+".join)
+@pytest.mark.parametrize("wrong", [(), *((name,) for name in FAULTS), *PAIRS], ids="+".join)
 def test_a_dry_run_of_three_words_names_every_fault(wrong, inputs, capsys):
     code = cli.main(["train", *words_with(wrong), "dry_run=true"])
     assert code == (2 if wrong else 0)
