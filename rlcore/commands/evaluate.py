@@ -83,7 +83,7 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
 def check(
     config: RunConfig, named: str | None, *, model_named: bool
 ) -> tuple[Prepared, tuple[str, Path | None]]:
-    """What an evaluation needs, and the result of `to_evaluate`. Raises UserError with all
+    """The needs of an evaluation, and the result of `to_evaluate`. Raises UserError with all
     faults."""
     faults = Faults()
     found = faults.of(to_evaluate, config, named, model_named)

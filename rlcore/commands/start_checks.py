@@ -23,7 +23,7 @@ from rlcore.metrics.logger import require_free_endpoint
 
 
 def check(config: RunConfig) -> Prepared:
-    """What a run needs of its inputs, after all checks. Raises UserError with all faults."""
+    """The inputs that a run needs, after all checks. Raises UserError with all faults."""
     config = derived.with_stated_threads(config)
     faults = Faults()
     fresh = config.model.path is None

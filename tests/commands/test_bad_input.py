@@ -18,9 +18,9 @@ BASE = ("train", "experiment=quickstart", "logging.wandb=disabled")
 def _sentence(code, said):
     """The one sentence on stderr of a command that must exit with 2."""
     assert code == 2, said
-    lines = [line for line in said.splitlines() if line.startswith("rlcore: ")]
-    assert len(lines) == 1, said
-    return lines[0]
+    assert sum(line.startswith("rlcore: ") for line in said.splitlines()) == 1, said
+    text = said[said.index("rlcore: ") :]
+    return text if " faults, each to be mended:" in text else text.splitlines()[0]
 
 
 def _refused_as_installed(*words):

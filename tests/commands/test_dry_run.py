@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rlcore.cli import main
-from rlcore.commands import dry_run
+from rlcore.commands import start_checks
 from rlcore.config.compose import load, to_yaml
 from rlcore.loop import checkpoint
 from rlcore.models.fresh import build_fresh_model
@@ -214,7 +214,7 @@ GPU_EXPERIMENTS = {
 @pytest.mark.parametrize("experiment", sorted(GPU_EXPERIMENTS))
 def test_gpu_experiments_show_their_roles_and_gpus(experiment, tmp_path, capsys, monkeypatch):
     """On a machine without GPUs, so that the cluster itself is not looked at."""
-    monkeypatch.setattr(dry_run, "check_cluster", lambda *args, **kwargs: None)
+    monkeypatch.setattr(start_checks, "check_cluster", lambda *args, **kwargs: None)
     shape = FreshModelSpec(hidden_size=64, layers=1, heads=4, kv_heads=2, head_dim=16)
     build_fresh_model(tmp_path / "m", string.printable, shape, seed=0, max_len=16384)
     row = json.dumps({"problem": "1+1", "solution": "\\boxed{2}", "answer": "2"})

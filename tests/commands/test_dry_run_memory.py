@@ -8,7 +8,7 @@ import string
 import pytest
 
 from rlcore.cli import main
-from rlcore.commands import dry_run
+from rlcore.commands import start_checks
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.weights.experts import single_shapes
 
@@ -96,7 +96,7 @@ def words(tmp_path, experiment, *more):
 @pytest.fixture
 def no_cluster(monkeypatch):
     """On a machine without GPUs, so that the cluster itself is not looked at."""
-    monkeypatch.setattr(dry_run, "check_cluster", lambda *args, **kwargs: None)
+    monkeypatch.setattr(start_checks, "check_cluster", lambda *args, **kwargs: None)
 
 
 def test_a_dense_model_of_32b_fits_16_gpus_and_is_refused_on_fewer_ranks(

@@ -6,7 +6,7 @@ import pytest
 from conftest import rows, without_times
 
 from rlcore.cli import main
-from rlcore.commands import dry_run
+from rlcore.commands import start_checks
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
@@ -62,7 +62,7 @@ def test_a_masked_diffusion_run_trains_and_resumes_exactly(command, warm_cache, 
 def test_the_paper_s_settings_for_llada_pass_a_dry_run(tmp_path, capsys, monkeypatch):
     """With a small folder of LLaDA's form in its place, and no look at the cluster."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dry_run, "check_cluster", lambda *args, **kwargs: None)
+    monkeypatch.setattr(start_checks, "check_cluster", lambda *args, **kwargs: None)
     shape = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16)
     characters = "".join(map(chr, range(32, 127)))
     build_fresh_model(tmp_path / "m", characters, shape, seed=0, max_len=4096, masked=True)
