@@ -70,9 +70,9 @@ def test_a_run_is_prepared_without_torch(tmp_path):
     """Its driver would import it before any other process starts."""
     code = (
         "import sys\n"
-        "import rlcore.commands.train as command\n"
+        "import rlcore.commands.start_checks as command\n"
         "from rlcore.config.compose import load\n"
-        f"ready = command.prepare(load(['experiment=quickstart', 'run_dir={tmp_path}/run']))\n"
+        f"ready = command.check(load(['experiment=quickstart', 'run_dir={tmp_path}/run']))\n"
         "from pathlib import Path\n"
         "from rlcore.commands import about\n"
         "about.DRIVERS = ()\n"
