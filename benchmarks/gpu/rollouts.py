@@ -127,6 +127,8 @@ def logprobs(s: Setting) -> None:
     batch = max(s.batches)
     asked = prompts(batch, 96 if s.small else 768)
     prefill = prefilled(llm, partial(_queue, asked))[0]
+    if llm.core.copied is not None:  # a GPU has yet to show it
+        llm.core.copied = llm.core.rpc("rl_keep_rows", True)
     for k, kept in ((LOGPROBS_K, True), (0, True), (LOGPROBS_K, False)):
         if not kept:
             llm.core.rpc(_copy_rows_every_step)

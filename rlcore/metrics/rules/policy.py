@@ -208,7 +208,7 @@ class CutOff(Fast):
     bound = "cut_off"
     needs = ("response_length/truncated_share",)
     off = 1
-    kept = "at most {} of the answers were cut off"
+    kept = "fewer than {} of the answers were cut off"
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         cut = window.values("response_length/truncated_share")

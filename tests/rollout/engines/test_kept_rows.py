@@ -3,6 +3,8 @@ every step, and each row is copied once."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -127,3 +129,8 @@ def test_records_are_those_of_rows_that_are_copied_every_step(
 def test_a_version_that_was_never_tried_copies_every_step(monkeypatch):
     monkeypatch.setattr(type(kept_rows.KEPT_LOGPROBS), "version", lambda _: "0.40.1")
     assert kept_rows.keep_rows(None) == "it was not tried with vLLM 0.40.1"
+
+
+def test_a_gpu_copies_every_step_until_one_has_shown_otherwise():
+    runner = SimpleNamespace(device=torch.device("cuda"))
+    assert kept_rows.keep_rows(runner) == "no GPU has shown it"

@@ -124,11 +124,13 @@ class StepRows:
         return KeptRows(group, [first] if tokens == 1 else list(range(first, first + tokens)))
 
 
-def keep_rows(runner: Any) -> str | None:
+def keep_rows(runner: Any, untried: bool = False) -> str | None:
     """Have a model runner keep the log-prob rows of sampled tokens. Returns why not, None if it
-    does; `runner.rl_rows` is their store then."""
+    does; `runner.rl_rows` is their store then. `untried`: on a GPU, too, which has not shown it."""
     if not KEPT_LOGPROBS.version().startswith(KEPT_LOGPROBS.known_versions):
         return f"it was not tried with vLLM {KEPT_LOGPROBS.version()}"
+    if runner.device.type == "cuda" and not untried:
+        return "no GPU has shown it"
     store = runner.rl_rows = RowStore(runner.device)
 
     def kept(tensors: LogprobsTensors) -> KeptLogprobs:

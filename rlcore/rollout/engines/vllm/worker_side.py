@@ -212,12 +212,12 @@ class WorkerSide(WeightExtension):
         if not is_second(self.model_runner):
             LOGPROBS.replace(_gather_logprobs, of=self.model_runner.sampler)
 
-    def rl_keep_rows(self) -> str | None:
-        """Leave log-prob rows on the device until a record needs them. Returns why not, None if
-        they are left there."""
+    def rl_keep_rows(self, untried: bool = False) -> str | None:
+        """Leave log-prob rows on the device until a record needs them, with `untried` on a GPU,
+        too. Returns why not, None if they are left there."""
         from rlcore.rollout.engines.vllm.kept_rows import keep_rows
 
-        return keep_rows(self.model_runner)
+        return keep_rows(self.model_runner, untried)
 
     def rl_copy_rows(self) -> None:
         """Copy the rows that are on the device still."""
