@@ -81,9 +81,9 @@ def test_a_tiny_qwen3_5_learns_digits_in_both_layouts(train, tmp_path):
 
 @pytest.mark.timeout(1500)
 def test_two_engines_of_which_one_is_lost_take_deltas_of_merged_adapters(train, tmp_path):
-    """States of engines are computed again while they sample."""
+    """On policy, so that log-probs differ by rounding alone; `test_hybrid_engines.py` updates
+    engines while they sample."""
     words = (
-        "schedule=async",
         "schedule.groups_per_step=8",
         "schedule.steps=6",
         "rollout.samples_per_prompt=4",
