@@ -31,9 +31,24 @@ MOST, WORST = 1e-4, 1e-2
 POSITIONS = 512
 
 
+# blocks of a cache in which five requests meet and do not fit, by family
+BLOCKS = {
+    "qwen3_5": 14.5,
+    "qwen3_next": 14.5,
+    "lfm2": 14.5,
+    "granite hybrid": 8.5,
+    "falcon_h1": 8.5,
+}
+
+
+@pytest.fixture(scope="module", params=list(BLOCKS))
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def old(tmp_path_factory):
-    family = FAMILIES["qwen3_5"]
+def old(name, tmp_path_factory):
+    family = FAMILIES[name]
     folder = tmp_path_factory.mktemp("old")
     longer = family.settings | {"max_position_embeddings": POSITIONS}
     write_folder(replace(family, settings=longer), folder)
@@ -97,15 +112,11 @@ def require_rounding(differences):
     assert np.quantile(differences, 0.95) < MOST and differences.max() < WORST
 
 
-def blocks(engine):
-    return engine.core._llm.vllm_config.cache_config.num_gpu_blocks
-
-
-def test_states_under_load(start, old, new):
+def test_states_under_load(start, name, old, new):
     """More requests than seats and than the cache holds, an update, and sleep in the middle."""
     roomy = start(max_num_seqs=5)
-    gib = 0.05 / blocks(roomy)
-    engine = start(max_num_seqs=5, kv_cache_gib=14.5 * gib)
+    cache = roomy.core._llm.vllm_config.cache_config
+    engine = start(max_num_seqs=5, kv_cache_gib=BLOCKS[name] * 0.05 / cache.num_gpu_blocks)
     for mode in ("in_flight", "abort"):
         engine.update_weights(0, whole(old.tensors), "in_flight")
         engine.add(mixed(18))
