@@ -1,8 +1,8 @@
 """A study of the learner alone: cells that are run one after the other, lines, and a page.
 
 A study can be stopped at any time and continued: each finished run is one line of its file, and is
-not run again. Only lines of this machine's start count: a machine whose start differs has the study
-anew.
+not run again. Only lines of one start count, in each part of the study that is compared within
+itself: a machine whose start differs has every part anew that is not whole.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Study:
     key: Callable[[Line], tuple[Any, ...]]
     tables: Callable[[Sequence[Line]], list[str]]  # of the lines that count
     sources: tuple[str, ...]  # whose change makes a run old
+    part: Callable[[Any], Any] = lambda key: None  # of a run's key: what begins alike
     stopped: Callable[[Sequence[Line]], bool] = lambda found: False  # its gate has closed
     pilot: Study | None = None  # runs to their end first, from the same start
 
@@ -97,8 +98,7 @@ class Study:
         for cell in self.cells():
             name = ", ".join(map(str, cell.key))
             with locked(CLAIMS / f"{self.name}, {name}") as own:
-                done = {self.key(r) for r in lines(self.file) if r["start"] == digest}
-                if own and cell.key not in done:
+                if own and cell.key not in self._done(digest):
                     line = self.run(cell, model)
                     with self.file.open("a") as out:
                         out.write(json.dumps(line) + "\n")
@@ -106,6 +106,32 @@ class Study:
                     print(f"{name}: {kept}", flush=True)
                     return True
         return False
+
+    def _done(self, digest: str) -> set[tuple[Any, ...]]:
+        """The runs that a machine whose start has this digest need not make."""
+        found = lines(self.file)
+        done = {self.key(r) for r in found if r["start"] == digest}
+        whole = Counter(self.part(cell.key) for cell in self.cells())
+        for (part, _), kept in self._by_start(found).items():
+            done |= set(kept) if len(kept) == whole[part] else set()
+        return done
+
+    def _by_start(self, found: Sequence[Line]) -> dict[tuple[Any, str], dict[Any, Line]]:
+        """The lines of planned runs by their keys, by part and start, in the order found."""
+        planned = {cell.key for cell in self.cells()}
+        grouped: dict[tuple[Any, str], dict[Any, Line]] = {}
+        for line in found:
+            if (key := self.key(line)) in planned:
+                grouped.setdefault((self.part(key), line["start"]), {})[key] = line
+        return grouped
+
+    def _counted(self, found: Sequence[Line]) -> list[Line]:
+        """Each part's lines from the start that has most of them."""
+        largest: dict[Any, dict[Any, Line]] = {}
+        for (part, _), kept in self._by_start(found).items():
+            if len(kept) > len(largest.get(part, {})):
+                largest[part] = kept
+        return [line for kept in largest.values() for line in kept.values()]
 
     def _begun(self) -> Path:
         """The model that every run begins from, made once a machine."""
@@ -117,11 +143,9 @@ class Study:
         return self.start
 
     def block(self, found: Sequence[Line]) -> str:
-        """How many runs there are, and the tables of those that began alike."""
+        """How many runs there are, and their tables; a part's runs began alike."""
         wanted = list(self.cells())
-        keys = {cell.key for cell in wanted}
-        counted = Counter(r["start"] for r in found if self.key(r) in keys).most_common(1)
-        kept = [r for r in found if self.key(r) in keys and r["start"] == counted[0][0]]
+        kept = self._counted(found)
         said = [f"**{len(kept)} of {len(wanted)} runs are there.** Nothing is claimed beyond them."]
         said += self.tables(kept)
         if refused := len(found) - len(kept):

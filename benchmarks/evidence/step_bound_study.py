@@ -252,6 +252,7 @@ STUDY = Study(
     key=_key,
     tables=block,
     sources=SOURCES,
+    part=lambda key: key[-1],  # runs are compared by seed
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The study of the step bound: its runs, its verdicts, and the ages of its samples."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -102,3 +103,15 @@ def test_problems_of_a_batch_depend_on_the_seed_and_its_number_alone():
     assert first == late_learner.problems(1, "problems", 3, 4)
     assert first != late_learner.problems(2, "problems", 3, 4)
     assert isinstance(first[0], Problem) and 8 <= fmean(len(p.answer) for p in first) <= 16
+
+
+def test_a_seed_is_whole_from_one_start_and_made_anew_otherwise(monkeypatch, tmp_path):
+    lines = [r for r in ended() if r["seed"] == 0 or r["lr"] == study.RATES[0]]
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in lines))
+    own = replace(study.STUDY, file=file)
+    assert {key[-1] for key in own._done("b")} == {0}
+    assert {key[-1] for key in own._done("a")} == {0, 1, 2}
+    anew = [r | {"start": "b"} for r in ended() if r["seed"] == 1]
+    said = own.block(lines + anew)
+    assert "**159 of 237 runs are there.**" in said and "1 lines are not counted" in said
