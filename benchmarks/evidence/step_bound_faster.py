@@ -41,7 +41,7 @@ class Arm:
 
 ARMS = {
     "bound + dppo": Arm("dppo", objective=e13.ARMS["dppo"].objective),
-    "bound of 1 nat + tis": Arm(bound=1.0),
+    "bound of 0.2 nats + tis": Arm(bound=0.2),
     "bound + tis, beta1 0.5": Arm(beta1=0.5),
 }
 
