@@ -535,7 +535,7 @@ def key(name: str | None, **env: str) -> Part:
 
 def threads(counts: bool) -> Part:
     def part(at: Path) -> object:
-        from rlcore import spare_cores
+        from rlcore.learner.cpu import spare_cores
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spare_cores, "STAT", at / "none")

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.harness import machine, table
 from rlcore.attention.bitwise import hold
 from rlcore.interfaces import RolloutEngine
-from rlcore.learner.layer_kernels import own_norms
+from rlcore.learner.cpu.norms import own_norms
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import Policy, load_causal_lm
@@ -128,7 +128,7 @@ def differences(policy: Policy, found: list[Trajectory]) -> dict[str, Any]:
 
 @contextmanager
 def replaced(name: str, by: Callable[..., Any]) -> Iterator[None]:
-    with patch(f"rlcore.rollout.engines.vllm.bitwise_cpu.{name}", by):
+    with patch(f"rlcore.rollout.engines.vllm.cpu.bitwise_decoder.{name}", by):
         yield
 
 
@@ -157,7 +157,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attended(self: Any, q: Tensor, step: Any, part: slice) -> Tensor:
     """vLLM's kernel over its own cache, once for all tokens of a step."""
-    from rlcore.rollout.engines.vllm.decoder_cpu import Cache
+    from rlcore.rollout.engines.vllm.cpu.decoder import Cache
 
     if part.start:
         return q[:0]

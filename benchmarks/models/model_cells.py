@@ -7,7 +7,7 @@ import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ def _run_engines(row: Row, start: Path, export: Path) -> Row:
         samples[ENGINE, UPDATED] = done + _drain(engine)
     finally:
         engine.close()
-    engine = start_engine(_engine_job(export, cpu_fast_path=False))
+    engine = start_engine(replace(_engine_job(export), cpu_fast_paths=False))
     try:
         _require_held(row, MODULES, engine, weights)
         samples[MODULES, "log-probs of the export"] = _sampled(engine, 2)
@@ -298,8 +298,8 @@ def _compare_engines(row: Row, start: Path, export: Path) -> Row:
     return row
 
 
-def _engine_job(model: Path, **actor: Any) -> EngineJob:
-    spec = ActorSpec(max_num_seqs=8, kv_cache_gib=0.05, dtype="float32", **actor)
+def _engine_job(model: Path) -> EngineJob:
+    spec = ActorSpec(max_num_seqs=8, kv_cache_gib=0.05, dtype="float32")
     return EngineJob(spec, "bf16-0", str(model), max_len=LENGTH, logprobs_k=4)
 
 

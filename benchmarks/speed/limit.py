@@ -30,11 +30,11 @@ import torch
 from benchmarks.harness import machine, table
 from benchmarks.peers.peer_adapters import Rlcore, environment
 from benchmarks.peers.peers import ASYNC, LOADS, ON_POLICY, QUIET, SKIPPED, Load, job_of
-from rlcore.cluster.kernels import KERNELS, Shape, common_shapes
+from rlcore.cluster.cpu.kernels import KERNELS, Shape, common_shapes
+from rlcore.cores import cores
 from rlcore.metrics.limit import limit_share
 from rlcore.metrics.rows import run_rows
 from rlcore.models.folder import read_shapes
-from rlcore.spare_cores import cores
 
 SMOLLM2 = Path("cache/models/smollm2-135m")
 ROWS = 1024  # of the products, as of a learner's micro-batch

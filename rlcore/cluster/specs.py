@@ -37,6 +37,11 @@ class RaySpec(Spec):
     object_store_mib: int = setting(
         512, "Ray's shared memory on a local cluster", unit="MiB", gt=75
     )
+    cpu_fast_paths: bool = setting(
+        True,
+        "CPU: rlcore's decoder and norms, matrix kernels that were tried, and idle cores; false: "
+        "vLLM's and torch's own, slower and equal up to rounding",
+    )
 
 
 def joined_address(address: str | None) -> str | None:

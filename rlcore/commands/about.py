@@ -10,18 +10,20 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rlcore.cluster.kernels import Kernels, common_shapes, kernels_for, tried_speed
 from rlcore.cluster.specs import joined_address
 from rlcore.commands.memory import policy_parameters, weight_shapes
 from rlcore.config.schema import RunConfig
+from rlcore.cores import cores
 from rlcore.files import replace_file
 from rlcore.metrics.limit import PASS, TRAINED
 from rlcore.models.specs import WarmUpSpec
-from rlcore.spare_cores import cores
+
+if TYPE_CHECKING:
+    from rlcore.cluster.cpu.kernels import Kernels
 
 # what a driver of GPUs shows: NVIDIA's, that of Windows for its Linux, AMD's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -109,10 +111,13 @@ ABOUT = "about.json"
 def run_kernels(config: RunConfig, *, trial: bool = True) -> Kernels | None:
     """The matrix kernels of a run's processes on this machine: as its directory names them, else as
     an earlier trial found them, else, with `trial`, by a trial. None: no process of the run
-    computes on this machine's CPUs."""
+    computes on this machine's CPUs, or `cluster.cpu_fast_paths` is false."""
     on_cpu = config.learner.device == "cpu" or any(a.on_cpu for a in config.actor.values())
-    if not on_cpu or joined_address(config.cluster.address) is not None:
+    here = joined_address(config.cluster.address) is None
+    if not (config.cluster.cpu_fast_paths and on_cpu and here):
         return None
+    from rlcore.cluster.cpu.kernels import common_shapes, kernels_for, tried_speed
+
     warmed = Path((config.model.warmup or WarmUpSpec()).cache_dir)
     return kernels_for(
         common_shapes(weight_shapes(config).values()),

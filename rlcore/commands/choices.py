@@ -13,10 +13,10 @@ from rlcore.commands.start_checks import check
 from rlcore.commands.trial import TRIAL_S, Tried, try_answers
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
+from rlcore.cores import cores
 from rlcore.errors import Faults
 from rlcore.interfaces import Split, Task
 from rlcore.models.text import encode_prompt
-from rlcore.spare_cores import cores
 
 HELDOUT_SHARE = 0.02
 FEW = 16  # held-out questions, whose accuracy has an error of an eighth

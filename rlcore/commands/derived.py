@@ -13,6 +13,7 @@ from rlcore.config.kinds import dvp_of
 from rlcore.config.parts import PARTS
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
+from rlcore.cores import asked_cores
 from rlcore.errors import UserError
 from rlcore.loop.run_plan import Plan
 from rlcore.loop.targets import PageRange
@@ -21,7 +22,6 @@ from rlcore.metrics.rules.base import Course
 from rlcore.objectives.specs import advantage_class, loss_class
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.text import StopStrings
-from rlcore.spare_cores import asked_cores
 from rlcore.tasks.graders import GraderPool
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import POLICY, PageRule
@@ -59,6 +59,7 @@ def follows_load(config: RunConfig) -> bool:
     spec, schedule = config.learner, config.schedule
     return (
         isinstance(spec.max_threads, int)
+        and config.cluster.cpu_fast_paths
         and spec.device == "cpu"
         and not spec.divisions
         and not schedule.synchronous

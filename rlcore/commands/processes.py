@@ -301,6 +301,7 @@ def engine_job(
         routes=config.learner.router_replay,
         sleeps=sleeps,
         bitwise=config.bitwise,
+        cpu_fast_paths=config.cluster.cpu_fast_paths,
     )
 
 
@@ -308,7 +309,14 @@ def teacher_job(config: RunConfig) -> EngineJob:
     """The engine of a teacher that is not a model of the learner's."""
     spec, folder = config.teacher, config.teacher_folder
     assert folder is not None and spec.top_k is not None
-    return EngineJob(spec.engine.actor, "teacher", folder, config.model.max_len, spec.top_k)
+    return EngineJob(
+        spec.engine.actor,
+        "teacher",
+        folder,
+        config.model.max_len,
+        spec.top_k,
+        cpu_fast_paths=False,  # it only reads prompts, each a record of its own
+    )
 
 
 def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:
@@ -381,6 +389,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         strata=config.strata,
         by_position=bool(derived.page_ranges(config)),
         shadow=config.correction.shadows,
+        cpu_fast_paths=config.cluster.cpu_fast_paths,
         **of_parts,
     )
 

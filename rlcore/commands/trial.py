@@ -8,10 +8,10 @@ from typing import Any
 
 from rlcore.commands.try_task import Response, Trial, graded
 from rlcore.config.schema import RunConfig
+from rlcore.cores import asked_cores
 from rlcore.interfaces import Split, Task
 from rlcore.models.text import decode_response, encode_prompt, end_ids, padding
 from rlcore.seeding import derive_seed
-from rlcore.spare_cores import asked_cores
 from rlcore.types import Item
 
 GROUPS, SAMPLES = 8, 4

@@ -42,13 +42,16 @@ def check_resume(before: RunConfig, now: RunConfig) -> None:
             _compare_section(key, old, new, now.run_dir)
 
 
-# Numbers of threads, by which sums round.
-THREADS = ("learner.num_cpus", "learner.max_threads", "actor.*.num_cpus")
+# Numbers of threads and kernels, by which sums round.
+THREADS = (
+    *("learner.num_cpus", "learner.max_threads", "actor.*.num_cpus"),
+    "cluster.cpu_fast_paths",
+)
 
 
 def other_threads(before: RunConfig, now: RunConfig) -> str | None:
-    """A sentence on a synchronous run that goes on with other numbers of threads, or None: it then
-    does not equal the uninterrupted run to the bit."""
+    """A sentence on a synchronous run that goes on with other numbers of threads, or other
+    kernels, or None: it then does not equal the uninterrupted run to the bit."""
     if not (before.schedule.synchronous and now.schedule.synchronous):
         return None
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")

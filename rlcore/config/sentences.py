@@ -160,6 +160,8 @@ FORMER = {
     "keep": "task.difficulty.resample_rate",
     "sparse_prompt": "sparse.prompt",
 }
+# the same, where the present one is in another section
+MOVED = {"cpu_fast_path": "cluster.cpu_fast_paths"}
 
 
 def _unknown_key(key: str, value: str) -> str:
@@ -168,6 +170,8 @@ def _unknown_key(key: str, value: str) -> str:
     if present and parent.rpartition(".")[2] == present.split(".")[-2]:
         name = f"{parent}.{present.rpartition('.')[2]}"
         return f"{key}={value} is not a key any more: it is called {name} now"
+    if leaf in MOVED:
+        return f"{key}={value} is not a key any more: it is called {MOVED[leaf]} now"
     siblings = _keys_under(parent)
     hint = closest(leaf, siblings, f"{parent}." if parent else "")
     # The same name in another section: the key's name is right and its section is not.

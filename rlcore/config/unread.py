@@ -46,6 +46,11 @@ def _between(c: RunConfig) -> dict[str, dict[str, str]]:
         if not getattr(c.logging.warnings, rule):
             why = f"logging.warnings.{rule}=0 sees no policy that is lost"
             found["schedule"] = {"on_collapse": why}
+    if not (c.cluster.cpu_fast_paths or c.schedule.synchronous):
+        why = "cluster.cpu_fast_paths=false leaves a rank the threads of learner.num_cpus"
+        found["learner"] = {"max_threads": why}
+    if c.learner.num_gpus and not any(actor.on_cpu for actor in c.actor.values()):
+        found["cluster"] = {"cpu_fast_paths": "learner and actors are on GPUs"}
     for engine in engines(c):
         why = f"{engine.key}.engine={engine.spec.engine} does not read it"
         found[engine.key] = found.get(engine.key, {}) | dict.fromkeys(engine.unread(), why)

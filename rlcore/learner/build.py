@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
-from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers, own_norms
+from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import Layout, PassCosts
@@ -58,8 +58,10 @@ from rlcore.learner.update import Update
 from rlcore.models.folder import read_shapes
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
-from rlcore.spare_cores import SpareCores
 from rlcore.weights.experts import single_shapes
+
+if TYPE_CHECKING:
+    from rlcore.learner.cpu.spare_cores import SpareCores
 
 logger = logging.getLogger(__name__)
 
@@ -345,11 +347,18 @@ class _Models:
             self._require_layers(lm, liger_layers)
             liger_layers(lm)
         elif self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
-            own_norms(lm)
+            self._speed_up(lm)
         if self._job.bitwise_positions:
             _hold_bitwise(lm, self._job.bitwise_positions)
         self._loaded.append(lm)
         return lm
+
+    def _speed_up(self, lm: nn.Module) -> None:
+        """Compute a float32 model's norms on the CPU by functions of rlcore's own."""
+        if self._job.cpu_fast_paths:
+            from rlcore.learner.cpu.norms import own_norms
+
+            own_norms(lm)
 
     def _probe(self, lm: nn.Module, path: str, rule: SparseSpec | None) -> None:
         """Compare what every pass of a causal model relies on with the plain way. Raises UserError
@@ -425,6 +434,8 @@ def _hold_bitwise(lm: Any, positions: int) -> None:
 def _spare_cores(job: LearnerJob) -> SpareCores | None:
     if not job.follows_load:
         return None
+    from rlcore.learner.cpu.spare_cores import SpareCores
+
     most = job.learner.max_threads
     assert isinstance(most, int)
     return SpareCores(job.learner.threads, most)

@@ -468,6 +468,7 @@ class LearnerJob:
     in_flight: int = 0  # steps that samples may be behind as their phase begins
     threads: int | None = None  # compute threads of a rank; None: learner.threads
     follows_load: bool = False  # more threads, up to learner.max_threads, while cores idle
+    cpu_fast_paths: bool = True  # `learner/cpu/` computes what it can, on a CPU
     sparse: SparseSpec | None = None  # the actors' rule, where the learner attends by it
     # of each group, the responses of highest dense acceptance that are trained on; None: all
     keep_by_acceptance: int | None = None

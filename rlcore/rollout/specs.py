@@ -79,17 +79,8 @@ class ActorSpec(RoundingSpec):
     fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(("draft_path", "draft_fresh"), Fixed.WEIGHTS)
 
     unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(
-            ("kv_cache_gib", "cpu_fast_path"),
-            lambda spec: not spec.on_cpu,
-            "num_gpus above 0 means a GPU",
-        ),
+        Unread(("kv_cache_gib",), lambda spec: not spec.on_cpu, "num_gpus above 0 means a GPU"),
         Unread(("gpu_memory_utilization",), lambda spec: spec.on_cpu, "num_gpus=0 has no GPU"),
-        Unread(
-            ("cpu_fast_path",),
-            lambda spec: spec.on_cpu and spec.speculate is not None,
-            "with speculate, all steps are vLLM's own",
-        ),
         Unread(
             ("fp32_head",),
             lambda spec: spec.compute_dtype == "float32",
@@ -127,7 +118,6 @@ class ActorSpec(RoundingSpec):
         "max_num_seqs": False,
         "max_batched_tokens": False,
         "kv_cache_gib": False,
-        "cpu_fast_path": False,
         "gpu_memory_utilization": False,
         "enforce_eager": False,
         "second_runner": False,
@@ -164,11 +154,6 @@ class ActorSpec(RoundingSpec):
     )
     kv_cache_gib: float = setting(
         1.0, "CPU: KV cache; GPU: ignored, see gpu_memory_utilization", unit="GiB", gt=0
-    )
-    cpu_fast_path: bool = setting(
-        True,
-        "CPU: compute most steps without vLLM's scheduler, modules and sampler; false: with them, "
-        "which is slower and gives equal tokens; GPU: ignored",
     )
     gpu_memory_utilization: float = setting(
         0.85, "share of GPU memory for weights and KV cache", gt=0, le=1
@@ -401,7 +386,7 @@ class TeacherEngineSpec(Spec):
         """The settings of a plain engine."""
         given = self.model_dump(exclude={"timeout_s"})
         given["max_num_seqs"] = self.max_num_seqs or (64 if self.num_gpus else 1)
-        return ActorSpec(**given, prefix_caching=False, cpu_fast_path=False)
+        return ActorSpec(**given, prefix_caching=False)
 
     def check(self, key: str) -> None:
         refuse(
@@ -435,6 +420,7 @@ class EngineJob:
     # it has its GPU in turns with a learner rank (schedule.colocated), and sleeps as it starts
     sleeps: bool = False
     bitwise: bool = False  # log-probs are to the bit the learner's
+    cpu_fast_paths: bool = True  # `engines/vllm/cpu/` computes what it can, on a CPU
 
     @property
     def key(self) -> str:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rlcore.cluster.kernels import (
+from rlcore.cluster.cpu.kernels import (
     KERNELS,
     OWN,
     Processor,
@@ -161,5 +161,5 @@ def test_a_real_trial_runs_this_machines_products(monkeypatch):
         pytest.skip("this build of torch has no MKL")
     assert 0.1 < speed < 10_000
     assert dict(os.environ) == before
-    monkeypatch.setattr("rlcore.cluster.kernels.sys.executable", "/nowhere/python")
+    monkeypatch.setattr("rlcore.cluster.cpu.kernels.sys.executable", "/nowhere/python")
     assert tried_speed(OWN, SHAPES) is None

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rlcore.cluster.kernels import KERNELS, Kernels
+from rlcore.cluster.cpu.kernels import KERNELS, Kernels
 from rlcore.commands.about import about, kernel_news, limit_facts, run_kernels, write_about
 from rlcore.config.compose import load
 
@@ -34,14 +34,14 @@ def tried(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     info = tmp_path / "cpuinfo"
     info.write_text("vendor_id : AuthenticAMD\nflags : avx2 avx512f\n")
-    monkeypatch.setattr("rlcore.cluster.kernels.Processor.here.__func__.__defaults__", (info,))
+    monkeypatch.setattr("rlcore.cluster.cpu.kernels.Processor.here.__func__.__defaults__", (info,))
     asked = []
 
     def speed(candidate, shapes):
         asked.append(shapes)
         return 97.0 if candidate == "AVX512" else 71.0
 
-    monkeypatch.setattr("rlcore.commands.about.tried_speed", speed)
+    monkeypatch.setattr("rlcore.cluster.cpu.kernels.tried_speed", speed)
     return asked
 
 
@@ -64,7 +64,14 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with(tried, tmp_path):
     assert len([*kernel_news(timed, other)]) == 1
 
 
-@pytest.mark.parametrize("words", [("cluster.address=head:6379",), ("learner=gpu", "actor=gpu")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("cluster.address=head:6379",),
+        ("learner=gpu", "actor=gpu"),
+        ("cluster.cpu_fast_paths=false",),
+    ],
+)
 def test_kernels_of_other_machines_and_gpus_are_not_tried(tried, words):
     words = [w.replace("actor=gpu", "actor.bf16.num_gpus=1") for w in words]
     assert run_kernels(load(["experiment=quickstart", "run_dir=run", *words])) is None

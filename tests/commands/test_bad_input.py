@@ -10,7 +10,7 @@ import pytest
 from timing import deadline, wait_for_end
 
 from rlcore.cli import main
-from rlcore.cluster.kernels import KERNELS
+from rlcore.cluster.cpu.kernels import KERNELS
 
 BASE = ("train", "experiment=quickstart", "logging.wandb=disabled")
 

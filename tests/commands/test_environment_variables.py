@@ -13,7 +13,7 @@ import pytest
 import ray
 from timing import deadline
 
-from rlcore import spare_cores
+from rlcore import cores as machine
 from rlcore.agents.endpoint import _tell_clients
 from rlcore.cli import main
 from rlcore.cluster import ray_cluster
@@ -124,10 +124,10 @@ def test_an_engine_has_the_settings_of_vllm_that_it_needs_and_others_are_the_use
 def test_threads_that_the_user_asked_for_bound_those_of_a_synchronous_learner(
     value, found, monkeypatch
 ):
-    monkeypatch.setattr(spare_cores, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     config = load(["run_dir=x", "schedule=on_policy", "learner.num_gpus=0"])
-    assert spare_cores.asked_cores() == found
+    assert machine.asked_cores() == found
     stated = with_stated_threads(config)
     assert stated.learner.max_threads == found
     assert policy_job(stated, "model", 0).threads == found
@@ -137,7 +137,7 @@ def test_of_a_slurm_job_s_variables_a_run_reads_that_it_is_one(monkeypatch):
     """Its cores are those that Slurm binds it to, its nodes those of `cluster.address`; SIGTERM
     gives it the grace time of a preempted job."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    cores = spare_cores.cores()
+    cores = machine.cores()
     clock = iter([0.0, 60.0, 0.0, 60.0])
     plain = StopSignals(lambda: next(clock))
     assert [plain.repeated(), plain.repeated()] == [False, False]  # the second ends it at once
@@ -147,7 +147,7 @@ def test_of_a_slurm_job_s_variables_a_run_reads_that_it_is_one(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     job = StopSignals(lambda: next(clock))
     assert [job.repeated(), job.repeated()] == [False, True]  # the second waits for the step
-    assert spare_cores.cores() == cores and joined_address(None) is None
+    assert machine.cores() == cores and joined_address(None) is None
 
 
 def test_proxies_are_for_other_machines(monkeypatch):

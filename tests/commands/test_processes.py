@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlcore import spare_cores
+from rlcore import cores as machine
 from rlcore.buffer.specs import TaskShare
 from rlcore.commands import derived, processes
 from rlcore.config.compose import load
@@ -84,7 +84,7 @@ def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_it
 def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
     words, threads, follows, monkeypatch
 ):
-    monkeypatch.setattr(spare_cores, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = derived.with_stated_threads(run(*words))
@@ -95,6 +95,8 @@ def test_compute_threads_follow_the_load_or_are_a_number_that_is_kept(
         False,
     )
     assert config.learner.max_threads in ((4,) if follows else (threads,))
+    cluster = config.cluster.model_copy(update={"cpu_fast_paths": False})
+    assert not derived.follows_load(config.model_copy(update={"cluster": cluster}))
     assert derived.with_stated_threads(config) == config  # as a resumed run is composed
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     bounded = derived.with_stated_threads(run(*words)).learner.max_threads

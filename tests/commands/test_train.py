@@ -9,9 +9,9 @@ import pytest
 import yaml
 from conftest import left_over, modes, rows, umask, without_times
 
-from rlcore.cluster.kernels import KERNELS
+from rlcore.cluster.cpu.kernels import KERNELS
+from rlcore.cores import cores
 from rlcore.metrics.log import read_log
-from rlcore.spare_cores import cores
 
 INJECTION = Path(__file__).resolve().parents[2] / "benchmarks" / "faults" / "fault_injection"
 

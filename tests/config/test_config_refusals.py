@@ -364,7 +364,7 @@ REFUSED = [  # words; parts that the sentence must hold
     ([*BITWISE, "actor=fp8"], ["bitwise=true", "actor.fp8.rounding=fp8", "round_as=fp8"]),
     ([*BITWISE, "actor.bf16.dtype=bfloat16"], ["bitwise=true", "actor.bf16.dtype=bfloat16"]),
     ([*BITWISE, "actor.bf16.logit_noise=1"], ["bitwise=true", "actor.bf16.logit_noise=1"]),
-    ([*BITWISE, "actor.bf16.cpu_fast_path=false"], ["bitwise=true", "cpu_fast_path=false"]),
+    ([*BITWISE, "cluster.cpu_fast_paths=false"], ["bitwise=true", "cluster.cpu_fast_paths=false"]),
     (["learner.round_as=bf16"], ["learner.round_as=bf16", "actor.bf16.rounding"]),
     ([ROUNDED, "learner.round_as=p"], ["learner.round_as=p", "choose one of q"]),
     (

@@ -51,7 +51,7 @@ FREE = {
     "actor.LABEL": (
         "rounding activations scales keep_high_precision precise_layers kind engine count dtype "
         "num_cpus num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
-        "cpu_fast_path gpu_memory_utilization enforce_eager second_runner async_scheduling "
+        "gpu_memory_utilization enforce_eager second_runner async_scheduling "
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale "
         "price engine_args"
     ),
@@ -240,6 +240,7 @@ def test_other_threads_of_a_synchronous_run_are_named(tmp_path):
         (["learner.lr=1e-5"], None),
         (["learner.max_threads=4"], "learner.max_threads=4 (begun with 2): sums round otherwise"),
         (["actor.bf16.num_cpus=2"], "actor.bf16.num_cpus=2.0 (begun with 1.0)"),
+        (["cluster.cpu_fast_paths=false"], "cluster.cpu_fast_paths=false (begun with true)"),
     ):
         found = other_threads(resumed(tmp_path, [*BASE, *begun], *words))
         assert (found or "").startswith(said or "") and bool(found) == bool(said)

@@ -73,7 +73,10 @@ LAUNCH = {
 }
 # Settings whose meaning names a condition, and which are refused without it or read anyway.
 # of settings in another section
-BETWEEN = {"eps_low", "eps_high", "kv_on_update", "strata", "on_collapse"}
+BETWEEN = {
+    *("eps_low", "eps_high", "kv_on_update", "strata", "on_collapse"),
+    *("max_threads", "cpu_fast_paths"),
+}
 OTHERWISE = {
     "fp8_kv_cache": "refused on CPUs",
     "draft_path": "refused of other kinds",
@@ -137,8 +140,6 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         f"actor.bf16.{name}": [(value, dead, alive)]
         for name, value, dead, alive in [
             ("kv_cache_gib", "2.0", GPU, ""),
-            ("cpu_fast_path", "false", GPU, ""),
-            ("cpu_fast_path", "false", "actor.bf16.speculate={path:x}", ""),
             ("gpu_memory_utilization", "0.5", "", GPU),
             ("fp32_head", "true", "", "actor.bf16.dtype=bfloat16"),
             ("keep_high_precision", "[]", "", "actor.bf16.rounding=fp8"),
@@ -146,6 +147,8 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
             ("kv_on_update", "keep", "schedule=async schedule.on_publish=abort", IN_FLIGHT),
         ]
     },
+    "learner.max_threads": [("2", "schedule=async cluster.cpu_fast_paths=false", "")],
+    "cluster.cpu_fast_paths": [("false", f"learner=gpu {GPU}", GPU)],
     "actor.sparse.sparse.length_step": [("2048", "actor=sparse", BY_LENGTH)],
     "actor.sparse.sparse.prompt_block": [
         ("64", "actor=sparse", "actor=sparse actor.sparse.sparse.prompt=block")

@@ -60,6 +60,7 @@ def make_job(
     shadow: Shadow | None = None,
     critic: CriticSpec | None = None,
     teacher: TeacherSpec | None = None,
+    cpu_fast_paths: bool = True,
     **settings: Any,
 ) -> LearnerJob:
     """A job on a small model. `settings` are those of `learner` and `algorithm`, by name."""
@@ -81,6 +82,7 @@ def make_job(
         shadow=shadow or Shadow(),
         critic=critic or CriticSpec(),
         teacher=teacher or TeacherSpec(),
+        cpu_fast_paths=cpu_fast_paths,
     )
 
 

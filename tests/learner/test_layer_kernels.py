@@ -19,13 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlcore.errors import UserError
-from rlcore.learner.layer_kernels import (
-    compiled_layers,
-    float8_layers,
-    liger_layers,
-    own_norms,
-    rms_norm,
-)
+from rlcore.learner.cpu.norms import own_norms, rms_norm
+from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers
 from rlcore.learner.policy import load_causal_lm
 from rlcore.learner.specs import LoraSpec
 
@@ -138,6 +133,20 @@ def test_compiled_layers_train_as_transformers_layers(tmp_path):
         moved = max(float((w - start[n]).abs().max()) for n, w in weights.items() if n in start)
         assert apart < 2e-4 < 1e-3 < moved, (name, apart, moved)
     assert 0 < counters["stats"]["unique_graphs"] < 40
+
+
+@pytest.mark.ranks
+def test_a_rank_without_fast_paths_loads_none_and_trains_alike(tmp_path, monkeypatch):
+    model = small_model(tmp_path / "model")
+    own = trained(model, {"own": {}})["own"]
+    for name in ("norms", "spare_cores"):  # an import of either would fail
+        monkeypatch.setitem(sys.modules, f"rlcore.learner.cpu.{name}", None)
+    plain = trained(model, {"plain": {"cpu_fast_paths": False}})["plain"]
+    start = trained(model, {"start": {"cpu_fast_paths": False}}, steps=0)["start"]
+    apart, moved = (
+        max(float((w - other[n]).abs().max()) for n, w in plain.items()) for other in (own, start)
+    )
+    assert apart < 2e-4 < 1e-3 < moved
 
 
 COMPILED = {

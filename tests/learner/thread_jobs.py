@@ -12,9 +12,9 @@ import torch
 from learner_helpers import make_groups, make_job, make_place
 from rank_jobs import JACKPOT, RECORDING, RecordingEngine, arrays, share, untimed
 
-from rlcore import spare_cores
+from rlcore.learner.cpu import spare_cores
+from rlcore.learner.cpu.spare_cores import Usage
 from rlcore.learner.rank import LearnerRank
-from rlcore.spare_cores import Usage
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"corrections": JACKPOT, "kl_coef": 0.1},

@@ -57,6 +57,8 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     yield f"learner.num_cpus={learner.num_cpus:g}", learner.threads > 1, one
     unproven = "which is not proven so: leave it out"
     yield f"learner.dtype={learner.dtype}", learner.compute_dtype != "float32", unproven
+    own = "which leaves steps to vLLM's own kernels: use true"
+    yield "cluster.cpu_fast_paths=false", not c.cluster.cpu_fast_paths, own
     threads = learner.max_threads
     yield f"learner.max_threads={threads}", isinstance(threads, int), one
 
@@ -76,8 +78,6 @@ def _actor(c: RunConfig, label: str, actor: ActorSpec) -> Iterator[tuple[str, bo
     one = "which divides sums by size: use 1"
     yield f"num_cpus={actor.num_cpus:g}", actor.num_cpus >= 2, one
     yield f"tensor_parallel={actor.tensor_parallel}", actor.tensor_parallel > 1, unproven
-    slow = "vLLM's own kernels: use cpu_fast_path=true"
-    yield "cpu_fast_path=false", not actor.cpu_fast_path, slow
     wrong = actor.wrong_logits or "temperature_scale"
     off = bool(actor.wrong_logits) or actor.temperature_scale != 1
     yield f"{wrong}={getattr(actor, wrong):g}", off, "which is an error on purpose: leave it out"

@@ -102,7 +102,7 @@ class SparseCopyPart(PartFacts):
 # fields of the policy's job that a draft's ranks have, too
 _SHARED = (
     *("sampling", "task_advantages", "task_temperatures", "total_steps", "run_seed", "pad_id"),
-    *("in_flight", "threads"),
+    *("in_flight", "threads", "cpu_fast_paths"),
 )
 
 

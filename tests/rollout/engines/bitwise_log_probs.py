@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from rlcore.attention.bitwise import hold
-from rlcore.learner.layer_kernels import own_norms
+from rlcore.learner.cpu.norms import own_norms
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import Policy, load_causal_lm

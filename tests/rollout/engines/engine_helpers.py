@@ -65,6 +65,7 @@ def make_job(
     logprobs_k: int = 20,
     adapter: AdapterShape | None = None,
     bitwise: bool = False,
+    cpu_fast_paths: bool = True,
     **actor: Any,
 ) -> EngineJob:
     """The job of a small engine; `actor`: settings of `ActorSpec`."""
@@ -77,6 +78,7 @@ def make_job(
         logprobs_k=logprobs_k,
         adapter=adapter,
         bitwise=bitwise,
+        cpu_fast_paths=cpu_fast_paths,
     )
 
 

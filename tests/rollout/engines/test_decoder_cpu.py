@@ -9,7 +9,7 @@ from engine_helpers import ALPHABET
 pytest.importorskip("vllm")
 
 from rlcore.models.text import load_tokenizer
-from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
+from rlcore.rollout.engines.vllm.cpu.decoder import PlainDecoder
 from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -8,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps
+from rlcore.rollout.engines.vllm.cpu.quick_steps import QuickSteps
 from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
@@ -78,8 +82,8 @@ def own_functions(engine):
 def test_the_fast_path_and_vllm_s_own_give_equal_tokens(
     engine, start, ask, finish, model_a, model_b, quick
 ):
-    slow = start(model_a, cpu_fast_path=False)
-    assert slow.core.by_modules == slow.core.unshared == "cpu_fast_path is false"
+    slow = start(model_a, cpu_fast_paths=False)
+    assert slow.core.by_modules == slow.core.unshared == "cpu_fast_paths is false"
     assert own_functions(slow) == (True, True)
     assert own_functions(engine) == (False, False)
     expected = busy_run(slow, ask, finish, model_a, model_b)
@@ -93,6 +97,32 @@ def test_the_fast_path_and_vllm_s_own_give_equal_tokens(
         assert np.array_equal(a.token_version, b.token_version)
         for name in ("logp_inf", "topk_logp"):
             assert np.allclose(getattr(a, name), getattr(b, name), atol=2e-5)
+
+
+WITHOUT = """
+import sys
+from pathlib import Path
+from engine_helpers import Model, drain, make_job, requests
+from rlcore.rollout.specs import start_engine
+
+def tokens(fast):
+    engine = start_engine(make_job(Model(Path(sys.argv[1]), {}, None), cpu_fast_paths=fast))
+    engine.add(requests(4))
+    found = [t.token_ids.tolist() for t in drain(engine)]
+    engine.close()
+    return found, any(n.startswith("rlcore") and ".cpu" in n for n in sys.modules)
+
+slow, loaded = tokens(False)
+assert not loaded
+assert tokens(True) == (slow, True)
+"""
+
+
+def test_an_engine_without_fast_paths_imports_none_and_gives_the_same_tokens(model_a):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", WITHOUT, str(model_a.path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_requests_wait_for_blocks_of_the_cache(start, model_a, ask, finish, quick):

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from rlcore.rollout.engines.vllm.quick_steps_cpu import SeededDraws
+from rlcore.rollout.engines.vllm.cpu.quick_steps import SeededDraws
 
 pytestmark = pytest.mark.engine
 

@@ -8,9 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from rlcore.rollout.engines.vllm import shared_prompts_cpu
-from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
-from rlcore.rollout.engines.vllm.shared_prompts_cpu import Positions, SharedPrompts
+from rlcore.rollout.engines.vllm.cpu.decoder import norm_kernels
+from rlcore.rollout.engines.vllm.cpu.shared_prompts import Positions, SharedPrompts
 from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
@@ -40,7 +39,7 @@ def kept(monkeypatch):
         return found
 
     plain = Positions.of
-    monkeypatch.setattr(shared_prompts_cpu.Positions, "of", of)
+    monkeypatch.setattr(Positions, "of", of)
     return seen
 
 

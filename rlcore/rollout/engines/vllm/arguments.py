@@ -90,7 +90,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_sparse_options(actor),
         **_speculation_options(actor),
         logits_processors=processors(actor),
-        additional_config=_own_config(actor),
+        additional_config=_own_config(job),
         **_expert_options(job),
     )
 
@@ -188,15 +188,16 @@ def _expert_options(job: EngineJob) -> dict[str, Any]:
     return {"moe_backend": "triton", "enable_return_routed_experts": job.routes}
 
 
-def _own_config(actor: ActorSpec) -> dict[str, Any]:
+def _own_config(job: EngineJob) -> dict[str, Any]:
     """Read in the engine's workers by the processors below and by `FolderLoader`."""
     config: dict[str, Any] = {}
+    actor = job.actor
     if actor.logit_noise:
         config["logit_noise"] = actor.logit_noise
     if actor.probability_floor:
         config["probability_floor"] = actor.probability_floor
     if actor.on_cpu:
-        config["cpu_fast_path"] = actor.cpu_fast_path
+        config["cpu_fast_paths"] = job.cpu_fast_paths
     return config
 
 

@@ -31,6 +31,7 @@ from rlcore.rollout.engines.vllm.arguments import engine_args
 from rlcore.rollout.engines.vllm.patches import PROPOSALS, ROUTES
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
 from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
+from rlcore.rollout.engines.vllm.worker_side import SEVERAL
 from rlcore.rollout.engines.vllm_facts import VllmFacts
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
@@ -74,45 +75,35 @@ class VllmCore(DecodeCore):
             kept, last = job.actor.keep_high_precision, job.actor.precise_layers
             self.rpc("rl_round_inputs", kind, kept, last, job.key)
         #: why log-prob rows are copied to the host every step; None: `kept_rows` keeps them
-        self.copied: str | None = "the engine has several ranks"
+        self.copied: str | None = SEVERAL
         if job.actor.speculate is not None:
             self.copied = "another model proposes tokens (speculate)"
         elif self._ranks == 1:
             self.copied = self.rpc("rl_keep_rows")
-        #: why vLLM's modules run the model; None: `decoder_cpu` runs it
-        self.by_modules: str | None = "cpu_fast_path is false"
+        #: why vLLM's modules run the model; None: `cpu/decoder.py` runs it
+        self.by_modules: str | None = "cpu_fast_paths is false"
         #: why the common positions of requests are not computed once; None: they are
-        self.unshared: str | None = "cpu_fast_path is false"
+        self.unshared: str | None = "cpu_fast_paths is false"
         self._proposals: Proposals | None = None
         if job.bitwise:
             self.by_modules, self.unshared = self.rpc("rl_run_bitwise"), "bitwise is true"
         elif job.actor.speculate is not None:
             self.by_modules = self.unshared = "another model proposes tokens (speculate)"
             self.rpc("rl_speculate")
-            engine: Any = self._core.engine_core  # type: ignore[attr-defined]
-            self._proposals = Proposals(engine.scheduler)
-        elif job.actor.cpu_fast_path:
-            self._use_fast_path()
+            self._proposals = Proposals(self._scheduler)
+        elif job.cpu_fast_paths:
+            self.by_modules, self.unshared = self.rpc("rl_fast_paths", self._ranks == 1)
         if job.routes and on_cpu():
-            scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]
-            blocks = scheduler.kv_cache_manager.get_block_ids
-            ROUTES.replace(self.rpc("rl_record_routes", blocks), of=scheduler)
-        self._quick = None if self.by_modules else self._quick_steps()
+            blocks = self._scheduler.kv_cache_manager.get_block_ids
+            ROUTES.replace(self.rpc("rl_record_routes", blocks), of=self._scheduler)
+        self._quick: Any = None
+        if self.by_modules is None:
+            self._quick = self.rpc("rl_quick_steps", self._scheduler)
 
-    def _use_fast_path(self) -> None:
-        """Compute without vLLM's modules where that is possible (`by_modules`, `unshared`)."""
-        self.rpc("rl_draw_ahead")
-        self.by_modules = self.unshared = "the engine has several ranks"
-        if self._ranks == 1:
-            self.by_modules = self.rpc("rl_run_plainly")
-            self.unshared = self.rpc("rl_share_prompts")
-
-    def _quick_steps(self) -> Any:
-        from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps
-
-        runner = self._llm.model_executor.driver_worker.model_runner
-        scheduler = self._core.engine_core.scheduler  # type: ignore[attr-defined]
-        return QuickSteps.of(scheduler, runner, runner.rl_decoder)
+    @property
+    def _scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self._core.engine_core.scheduler  # type: ignore[attr-defined]
 
     def add(self, request: CoreRequest) -> None:
         """Queue a request."""
@@ -208,7 +199,7 @@ class VllmCore(DecodeCore):
 
     def running(self) -> int:
         """Requests in the current batch."""
-        return len(self._core.engine_core.scheduler.running)  # type: ignore[attr-defined]
+        return len(self._scheduler.running)
 
     def forget_prefixes(self, *, running: bool = False) -> bool:
         """Drop cached keys and values; `running` requests recompute theirs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
 from rlcore.rollout.engines.vllm.patches import EXPERTS_APPLY, EXPERTS_LOADED, MODEL_FORWARD
-from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
+
+if TYPE_CHECKING:
+    from rlcore.rollout.engines.vllm.cpu.shared_prompts import SharedPrompts
 
 # Experts of a mixture on the CPU, computed from weights that can be replaced in place.
 #

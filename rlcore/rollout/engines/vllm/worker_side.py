@@ -46,6 +46,7 @@ from rlcore.weights.experts import as_held
 from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.specs import ActivationRounding
 
+SEVERAL = "the engine has several ranks"
 BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> vLLM's name
 
 
@@ -188,11 +189,11 @@ class FolderLoader(DefaultModelLoader):
         return model_name_or_path, files, True, INDEX_FILE
 
     def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """vLLM's own loading, with norms as `cpu_fast_path` asks: each norm chooses its function
-        when it is built, each recurrent layer its loaders."""
+        """vLLM's own loading, with norms as `cluster.cpu_fast_paths` asks: each norm chooses its
+        function when it is built, each recurrent layer its loaders."""
         with ExitStack() as replaced:
-            if vllm_config.additional_config.get("cpu_fast_path"):
-                from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
+            if vllm_config.additional_config.get("cpu_fast_paths"):
+                from rlcore.rollout.engines.vllm.cpu.decoder import norm_kernels
 
                 replaced.enter_context(norm_kernels())
             if vllm_config.model_config.has_inner_state:
@@ -223,22 +224,29 @@ class WorkerSide(WeightExtension):
         """Copy the rows that are on the device still."""
         self.model_runner.rl_rows.close_group()
 
-    def rl_draw_ahead(self) -> None:
-        """Sample without a draw of torch for each token, on the CPU."""
-        if on_cpu() and not is_second(self.model_runner):
-            from rlcore.rollout.engines.vllm.quick_steps_cpu import SeededDraws
-
-            SeededDraws(self.model_runner).install()
-
-    def rl_run_plainly(self) -> str | None:
-        """Run the model's layers without vLLM's modules, on the CPU. Returns why not, None if it
-        does."""
+    def rl_fast_paths(self, alone: bool) -> tuple[str | None, str | None]:
+        """Sample without a draw of torch for each token, run the model's layers without vLLM's
+        modules, and compute the common prefixes of a step's requests once. Returns why not the
+        latter two, None where it does. `alone`: the engine has no other rank."""
         if not on_cpu():
-            return "its graphs do so on GPUs"
-        from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
+            return "its graphs do so on GPUs", "vLLM's cache shares the blocks of prompts on GPUs"
+        from rlcore.rollout.engines.vllm.cpu.decoder import PlainDecoder
+        from rlcore.rollout.engines.vllm.cpu.quick_steps import SeededDraws
+        from rlcore.rollout.engines.vllm.cpu.shared_prompts import SharedPrompts
 
-        self.model_runner.rl_decoder = PlainDecoder(self.model_runner)
-        return self.model_runner.rl_decoder.reason
+        runner = self.model_runner
+        if not is_second(runner):
+            SeededDraws(runner).install()
+        if not alone:
+            return SEVERAL, SEVERAL
+        runner.rl_decoder, self.rl_shared = PlainDecoder(runner), SharedPrompts(runner)
+        return runner.rl_decoder.reason, self.rl_shared.reason
+
+    def rl_quick_steps(self, scheduler: Any) -> Any:
+        """Steps without vLLM's scheduler and runner, of a model that runs without its modules."""
+        from rlcore.rollout.engines.vllm.cpu.quick_steps import QuickSteps
+
+        return QuickSteps.of(scheduler, self.model_runner, self.model_runner.rl_decoder)
 
     def rl_round_inputs(
         self, kind: ActivationRounding, kept: Sequence[str], last: int, key: str
@@ -251,7 +259,7 @@ class WorkerSide(WeightExtension):
     def rl_run_bitwise(self) -> None:
         """Compute to the bit as a learner does, on the CPU. Raises UserError where that cannot
         be."""
-        from rlcore.rollout.engines.vllm.bitwise_cpu import install
+        from rlcore.rollout.engines.vllm.cpu.bitwise_decoder import install
 
         install(self.model_runner)
 
@@ -259,16 +267,6 @@ class WorkerSide(WeightExtension):
         """Verify proposed tokens at the settings of their requests, on the CPU."""
         if on_cpu():
             SAMPLING_BY_TOKEN.replace(_by_token)
-
-    def rl_share_prompts(self) -> str | None:
-        """Compute the common prefixes of a step's requests once, on the CPU. Returns why not, None
-        if it does."""
-        if not on_cpu():
-            return "vLLM's prefix cache shares the blocks of prompts on GPUs"
-        from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
-
-        self.rl_shared = SharedPrompts(self.model_runner)
-        return self.rl_shared.reason
 
     def rl_record_routes(self, blocks: Callable[[str], Any]) -> Any:
         """A recorder of the experts that are chosen, on the CPU, for vLLM's scheduler to ask.

@@ -23,7 +23,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
+from rlcore.rollout.engines.vllm.cpu.decoder import PlainDecoder
 from rlcore.rollout.engines.vllm.patches import DRAWS
 from rlcore.rollout.segments import KeptRows
 

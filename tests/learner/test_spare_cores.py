@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rlcore.cores import cores, quota
+from rlcore.learner.cpu.spare_cores import Claims, SpareCores, Usage, threads_for, usage
 from rlcore.learner.policy import load_causal_lm
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
-from rlcore.spare_cores import Claims, SpareCores, Usage, cores, quota, threads_for, usage
 
 START = Usage(10.0, 5.0, 100.0)
 
@@ -87,7 +88,7 @@ def test_a_quota_bounds_the_cores_and_what_is_idle(tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.write_text(version_2(tmp_path, ".", "230000 100000", 1_000_000))
     limit = quota(tmp_path, own)
-    monkeypatch.setattr("rlcore.spare_cores.quota", lambda: limit)
+    monkeypatch.setattr("rlcore.cores.quota", lambda: limit)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert cores() == 2
     (tmp_path / "stat").write_text("".join(f"cpu{i} 1 2 3 400 5\n" for i in range(8)))
@@ -112,9 +113,9 @@ def test_a_claim_of_another_boot_does_not_count(tmp_path):
 
 def test_two_ranks_do_not_both_take_the_only_idle_core(tmp_path, monkeypatch):
     """Three cores, the engine's idle: one rank has two threads from then on, the other one."""
-    monkeypatch.setattr("rlcore.spare_cores.WINDOW_S", 0.0)
+    monkeypatch.setattr("rlcore.learner.cpu.spare_cores.WINDOW_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr("rlcore.spare_cores.quota", lambda: None)
+    monkeypatch.setattr("rlcore.cores.quota", lambda: None)
     threads, own, idle, last = {"a": 1, "b": 1}, {"a": 0.0, "b": 0.0}, [0.0], [time.monotonic()]
     rank = ["a"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[rank[0]])
@@ -141,9 +142,9 @@ def test_two_ranks_do_not_both_take_the_only_idle_core(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("wait_s", "threads"), [(0.0, 2), (0.02, 2), (0.5, 1)])
 def test_a_process_that_waits_for_data_takes_no_idle_core(wait_s, threads, tmp_path, monkeypatch):
     """A second of work on one core, then a wait, and again; the other core is always idle."""
-    monkeypatch.setattr("rlcore.spare_cores.WINDOW_S", 0.0)
+    monkeypatch.setattr("rlcore.learner.cpu.spare_cores.WINDOW_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("rlcore.spare_cores.quota", lambda: None)
+    monkeypatch.setattr("rlcore.cores.quota", lambda: None)
     present, clock = [1], {"at": 0.0, "own": 0.0}
     monkeypatch.setattr(torch, "get_num_threads", lambda: present[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: present.__setitem__(0, n))
@@ -163,7 +164,7 @@ def test_a_process_that_waits_for_data_takes_no_idle_core(wait_s, threads, tmp_p
 
 
 def test_every_layer_looks_forward_and_backward(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlcore.spare_cores.WINDOW_S", 0.0)
+    monkeypatch.setattr("rlcore.learner.cpu.spare_cores.WINDOW_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     free = {"cores": 0.0, "looks": 0}
 

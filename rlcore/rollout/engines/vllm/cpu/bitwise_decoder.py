@@ -27,9 +27,9 @@ from rlcore.attention.bitwise import (
     rotated,
 )
 from rlcore.errors import UserError
-from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
+from rlcore.rollout.engines.vllm.cpu.decoder import PlainDecoder
+from rlcore.rollout.engines.vllm.cpu.quick_steps import SeededDraws
 from rlcore.rollout.engines.vllm.patches import DRAWS, LOGITS
-from rlcore.rollout.engines.vllm.quick_steps_cpu import SeededDraws
 
 _TOKENS = 64  # that attend together: each gathers the keys and values of a whole sequence
 
