@@ -96,6 +96,10 @@ ILL = {
             "reward_parts/correct": 0.0,
         },
     ),
+    "all cut off, credit without a part that says what is right": (
+        5,
+        {"response_length/truncated_share": 1.0, "reward/mean": 0.075},
+    ),
     "gradient 0": (5, {"grad_norm": 0.0}),
     "gradient not finite": (5, {"grad_norm": None}),
     "gradient not finite in every second step": (5, {"grad_norm": lambda s: [0.3, None][s % 2]}),

@@ -112,6 +112,11 @@ def _pair(first: str, second: str, text: str) -> Callable[[Row], str | None]:
     return show
 
 
+def _lengths(row: Row) -> str | None:
+    mean, cut = row.get("response_length/mean"), row.get("response_length/truncated_share")
+    return None if mean is None else f"{number(mean)} tokens, {cut or 0:.0%} cut off"
+
+
 def _wait_share(row: Row) -> str | None:
     wait, step = row.get("time/wait_data_s"), row.get("time/step_s")
     return f"{wait / step:.0%} of {number(step)} s" if wait is not None and step else None
@@ -139,12 +144,11 @@ def _rewards_by_task(row: Row) -> str | None:
     return ", ".join(f"{task} {number(mean)}" for task, mean in means.items()) or None
 
 
-_LENGTHS = ("response_length/mean", "response_length/truncated_share")
 _RATES = ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s")
 CELLS = (
     Cell("reward", _pair("reward/mean", "reward/std", "{} ± {}")),
     Cell("reward by task", _rewards_by_task),
-    Cell("response length", _pair(*_LENGTHS, "{} tokens, {} cut off")),
+    Cell("response length", _lengths),
     Cell("staleness", _pair("staleness/mean", "staleness/max", "mean {}, max {} steps")),
     Cell("mismatch", _pair("mismatch/kl_k3", "mismatch/ess", "KL {} nats, ESS {}")),
     Cell("entropy, gradient", _pair("entropy", "grad_norm", "{} nats, norm {}")),

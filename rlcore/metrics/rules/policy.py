@@ -213,10 +213,10 @@ class CutOff(Fast):
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         cut = window.values("response_length/truncated_share")
         share = math.fsum(cut) / max(1, len(cut))
-        right = window.mean("reward_parts/correct")
-        right = window.mean("reward/mean") if right is None else right
-        # where more are right than end by themselves, answers need no end
-        needless = right is not None and right > 1 - share + 0.05
+        # where more are right than end by themselves, answers need no end; a reward without that
+        # part may be credit for half an answer
+        right = window.mean("reward_parts/correct") or 0.0
+        needless = window.solved or right > 1 - share + 0.05
         if len(cut) < RECENT or share < spec.cut_off or needless:
             return None
         return self.sentence(
