@@ -16,12 +16,15 @@ from rlcore.config.schema import RunConfig
 from rlcore.cores import cores
 from rlcore.errors import Faults
 from rlcore.interfaces import Split, Task
+from rlcore.models.folder import read_config
 from rlcore.models.text import encode_prompt
+from rlcore.rollout.checks import positions
 
 HELDOUT_SHARE = 0.02
 FEW = 16  # held-out questions, whose accuracy has an error of an eighth
 WHOLE = 50e6  # parameters below which all weights are trained on CPUs
 LIMIT = {"cpu": 192, "gpu": 1024}  # tokens of a trial answer
+WIDEST = 4096  # tokens of a sequence, until lengths are chosen
 PROMPTS = 512  # prompts that are measured
 USUAL = 64  # tokens of a prompt that cannot be measured
 MIB = 1 << 20
@@ -45,6 +48,8 @@ class Facts:
     has_heldout: bool
     prompt: int  # longest prompt, in tokens
     tried: Tried | None = None
+    answer: int | None = None  # rollout.max_new_tokens, if the user gives it
+    room: int | None = None  # tokens of prompt and answer: the user's limit, else the model's
 
     @property
     def adapters(self) -> bool:
@@ -68,12 +73,15 @@ def completed(
     given = {word.partition("=")[0].lstrip("+") for word in by_user}
     if "experiment" in given:
         return list(words), []
-    config = load(words, config_dir, run_dir=run_dir)
+    config = load([*_wide(by_user), *words], config_dir, run_dir=run_dir)
     if config.model.path is None or config.mixed:
         return list(words), []
     facts, sample = look(config)
-    given_length = "rollout.max_new_tokens" in given
-    if trial and not given_length:
+    if given & {"rollout.max_new_tokens", "rollout"}:
+        facts = replace(facts, answer=config.rollout.max_new_tokens)
+    if "model.max_len" in given:
+        facts = replace(facts, room=config.model.max_len)
+    if trial and facts.answer is None:
         # no trial answers of what is refused
         first = [word for choice in _chosen(facts, given) for word in choice.words]
         check(load([*first, *words], config_dir, run_dir=run_dir))
@@ -82,6 +90,13 @@ def completed(
     chosen = [word for choice in kept for word in choice.words]
     lines = [f"  {' '.join(choice.words)}: {choice.reason}" for choice in kept]
     return [*chosen, *words], ["rlcore: chosen (a word of yours goes before each):", *lines]
+
+
+def _wide(by_user: Sequence[str]) -> list[str]:
+    """Lengths beside which those of the user compose, until they are chosen."""
+    asked = [w.partition("=")[2] for w in by_user if w.startswith("rollout.max_new_tokens=")]
+    longest = max((int(tokens) for tokens in asked if tokens.isdecimal()), default=0)
+    return ["rollout.max_new_tokens=1", f"model.max_len={max(WIDEST, 2 * longest)}"]
 
 
 def _chosen(facts: Facts, given: set[str]) -> list[Choice]:
@@ -108,12 +123,13 @@ def look(config: RunConfig, part: Split = "train") -> tuple[Facts, Callable[[], 
         None if task is None else task.size("train"),
         task is None or task.size("heldout") != 0,
         USUAL if task is None or not tokenizer else _longest(config, task, tokenizer, part),
+        room=positions(faults.of(read_config, str(config.model.path)) or {}),
     )
 
     def sample() -> Tried | None:
         if task is None or task.size(part) == 0:
             return None
-        return try_answers(config, task, tokenizer, LIMIT["gpu" if gpus else "cpu"], part)
+        return try_answers(config, task, tokenizer, _most(facts), part)
 
     return facts, sample
 
@@ -131,10 +147,7 @@ def with_length(
         return config, f"{key}={usual} by default: answers of several tasks or turns are not tried"
     check()
     facts, sample = look(config, "heldout")
-    facts = replace(facts, tried=sample())
-    new, why = _new_tokens(facts)
-    if (room := config.model.max_len - facts.prompt) < new:
-        new, why = max(1, room), f"{why}; model.max_len={config.model.max_len} holds no more"
+    new, why = _new_tokens(replace(facts, tried=sample(), room=config.model.max_len))
     rollout = config.rollout.model_copy(update={"max_new_tokens": new})
     return config.model_copy(update={"rollout": rollout}), f"{key}={new} is chosen: {why}"
 
@@ -237,13 +250,28 @@ def _lengths(facts: Facts) -> Choice:
     tried = facts.tried
     if tried is not None and not tried.out_of_time and not tried.with_signal:
         why += "; NONE LEARNS from equal rewards: an easier reward or a stronger model"
-    return Choice(
-        (f"rollout.max_new_tokens={new}", f"model.max_len={_rounded(facts.prompt + new, 64)}"), why
-    )
+    whole = min(_rounded(facts.prompt + new, 64), facts.room or math.inf)
+    return Choice((f"rollout.max_new_tokens={new}", f"model.max_len={whole}"), why)
+
+
+def _most(facts: Facts) -> int:
+    """The longest answer that is tried."""
+    usual = LIMIT["gpu" if facts.gpus else "cpu"]
+    return usual if facts.room is None else min(usual, max(1, facts.room - facts.prompt))
 
 
 def _new_tokens(facts: Facts) -> tuple[int, str]:
     """(tokens of the longest answer, why)."""
+    if facts.answer is not None:
+        return facts.answer, f"answers of yours, and prompts of {facts.prompt} tokens or fewer"
+    new, why = _tried_tokens(facts)
+    if facts.room is not None and (left := max(1, facts.room - facts.prompt)) < new:
+        return left, f"{why}; model.max_len={facts.room} holds no more"
+    return new, why
+
+
+def _tried_tokens(facts: Facts) -> tuple[int, str]:
+    """The same, whatever the model holds."""
     tried = facts.tried
     usual = LIMIT["gpu" if facts.gpus else "cpu"]
     if tried is None:

@@ -12,6 +12,7 @@ from rlcore import cli
 from rlcore.api_inputs import Inputs, as_words
 from rlcore.commands.choices import Facts, choices, completed, with_length
 from rlcore.commands.memory import stored_bytes
+from rlcore.commands.start_checks import check
 from rlcore.commands.trial import Tried
 from rlcore.config.compose import load
 from rlcore.config.groups import three_words
@@ -132,6 +133,33 @@ def test_lengths_follow_the_trial_answers():
     assert chosen(tried=None)["rollout.max_new_tokens"] == "192"
     lines = " ".join(choice.reason for choice in choices(facts(tried=tried(with_signal=0))))
     assert "NONE LEARNS" in lines and "0 of 8 groups with signal" in lines
+
+
+def test_lengths_leave_room_for_prompts_and_stay_within_what_the_model_holds():
+    own = chosen(answer=512, tried=None)
+    assert own["rollout.max_new_tokens"] == "512" and own["model.max_len"] == "640"  # 602, in 64s
+    short = chosen(room=128, tried=tried(cut=1.0))
+    assert (short["rollout.max_new_tokens"], short["model.max_len"]) == ("38", "128")
+    assert "model.max_len=128 holds no more" in " ".join(c.reason for c in choices(facts(room=128)))
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        (["rollout.max_new_tokens=450"], (450, 512)),
+        (["model.max_len=40"], (35, 40)),  # "99+1=" is five tokens
+        (["rollout.max_new_tokens=6000", "model.max_len=7000"], None),  # the model has 512
+        ([], (192, 256)),
+    ],
+)
+def test_lengths_of_the_user_are_followed_by_the_other_one(words, lengths):
+    given = cli.read(["train", *WORDS, *words, "dry_run=true", "run_dir=r"])
+    if lengths is None:
+        with pytest.raises(UserError, match="beyond the 512 positions"):
+            check(cli.config_of(given))
+        return
+    config = cli.config_of(given)
+    assert (config.rollout.max_new_tokens, config.model.max_len) == lengths
 
 
 @pytest.mark.parametrize(("rows", "few"), [(60, True), (799, True), (800, False), (None, False)])
