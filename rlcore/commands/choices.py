@@ -93,7 +93,7 @@ def completed(
 
 
 def _wide(by_user: Sequence[str]) -> list[str]:
-    """Lengths beside which those of the user compose, until they are chosen."""
+    """Lengths with which the lengths of the user compose, until others are chosen."""
     asked = [w.partition("=")[2] for w in by_user if w.startswith("rollout.max_new_tokens=")]
     longest = max((int(tokens) for tokens in asked if tokens.isdecimal()), default=0)
     return ["rollout.max_new_tokens=1", f"model.max_len={max(WIDEST, 2 * longest)}"]

@@ -258,5 +258,5 @@ def _reference(sample: Decoded) -> str:
 def _judged(sample: Decoded) -> str:
     reward = sample.get("reward")
     if reward is None:
-        return f"not scored: {sample.get('score_status')}"
+        return f"not scored: {sample.get('score_status', sample.get('status'))}"
     return f"reward {number(reward)}"

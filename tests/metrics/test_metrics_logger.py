@@ -569,6 +569,18 @@ def test_the_end_shows_greedy_answers_before_and_after(tmp_path):
     assert "between" not in end and "sampled" not in end
 
 
+def test_the_end_names_the_status_of_held_out_answers_without_a_score(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=True)
+    for version, status in (
+        (0, "error"),
+        (4, "timeout"),
+    ):  # as `cluster.sample_text.verdict` has it
+        verdict = {"prompt_id": "d/heldout/0", "reward": None, "status": status, "response": "7"}
+        sink.samples(f"eval_{version:06d}_digits_greedy", [verdict])
+    sink.finish({})
+    assert "not scored: error" in out.getvalue() and "not scored: timeout" in out.getvalue()
+
+
 def test_four_boxes_of_answers_show_the_changed_ones(tmp_path):
     sink, out = console_sink(tmp_path, terminal=True)
     for version, changed in ((0, ()), (8, (2, 4, 6, 7))):

@@ -148,10 +148,15 @@ class FailedScores(Rule):
     off = 1
     kept = "at most {} of the scores failed"
 
+    def due(self, spec: WarningsSpec) -> int:
+        return RECENT
+
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         failed = window.gained("ledger/score_errors") + window.gained("ledger/score_timeouts")
         samples = window.gained("buffer/arrived_samples")
-        share = failed / samples if samples else 0.0
+        # one or two of the first steps may be chance
+        few = failed < RECENT and len(window.rows) < spec.window
+        share = failed / samples if samples and not few else 0.0
         what = f"{share:.1%} of the scores failed or timed out"
         for name, value in _heldout_failed(window):
             if value > max(share, spec.failed_scores):
