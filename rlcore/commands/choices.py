@@ -18,13 +18,11 @@ from rlcore.errors import Faults
 from rlcore.interfaces import Split, Task
 from rlcore.models.folder import read_config
 from rlcore.models.text import encode_prompt
-from rlcore.rollout.checks import positions
 
 HELDOUT_SHARE = 0.02
 FEW = 16  # held-out questions, whose accuracy has an error of an eighth
 WHOLE = 50e6  # parameters below which all weights are trained on CPUs
 LIMIT = {"cpu": 192, "gpu": 1024}  # tokens of a trial answer
-WIDEST = 4096  # tokens of a sequence, until lengths are chosen
 PROMPTS = 512  # prompts that are measured
 USUAL = 64  # tokens of a prompt that cannot be measured
 MIB = 1 << 20
@@ -52,6 +50,12 @@ class Facts:
     room: int | None = None  # tokens of prompt and answer: the user's limit, else the model's
 
     @property
+    def most(self) -> int:
+        """The tokens of the longest answer that is tried."""
+        usual = LIMIT["gpu" if self.gpus else "cpu"]
+        return min(usual, max(1, (self.room or 1 << 30) - self.prompt))
+
+    @property
     def adapters(self) -> bool:
         """True where adapters are trained instead of all weights."""
         return not self.gpus and self.parameters > WHOLE
@@ -73,7 +77,10 @@ def completed(
     given = {word.partition("=")[0].lstrip("+") for word in by_user}
     if "experiment" in given:
         return list(words), []
-    config = load([*_wide(by_user), *words], config_dir, run_dir=run_dir)
+    # lengths with which the user's compose, until the others are chosen
+    asked = [int(n) for w in by_user if (n := w.rpartition("max_new_tokens=")[2]).isdecimal()]
+    short = "rollout.max_new_tokens=1", f"model.max_len={1 + max([1, *asked])}"
+    config = load([*short, *words], config_dir, run_dir=run_dir)
     if config.model.path is None or config.mixed:
         return list(words), []
     facts, sample = look(config)
@@ -90,13 +97,6 @@ def completed(
     chosen = [word for choice in kept for word in choice.words]
     lines = [f"  {' '.join(choice.words)}: {choice.reason}" for choice in kept]
     return [*chosen, *words], ["rlcore: chosen (a word of yours goes before each):", *lines]
-
-
-def _wide(by_user: Sequence[str]) -> list[str]:
-    """Lengths with which the lengths of the user compose, until others are chosen."""
-    asked = [w.partition("=")[2] for w in by_user if w.startswith("rollout.max_new_tokens=")]
-    longest = max((int(tokens) for tokens in asked if tokens.isdecimal()), default=0)
-    return ["rollout.max_new_tokens=1", f"model.max_len={max(WIDEST, 2 * longest)}"]
 
 
 def _chosen(facts: Facts, given: set[str]) -> list[Choice]:
@@ -123,13 +123,13 @@ def look(config: RunConfig, part: Split = "train") -> tuple[Facts, Callable[[], 
         None if task is None else task.size("train"),
         task is None or task.size("heldout") != 0,
         USUAL if task is None or not tokenizer else _longest(config, task, tokenizer, part),
-        room=positions(faults.of(read_config, str(config.model.path)) or {}),
+        room=(faults.of(read_config, str(config.model.path)) or {}).get("max_position_embeddings"),
     )
 
     def sample() -> Tried | None:
         if task is None or task.size(part) == 0:
             return None
-        return try_answers(config, task, tokenizer, _most(facts), part)
+        return try_answers(config, task, tokenizer, facts.most, part)
 
     return facts, sample
 
@@ -247,37 +247,21 @@ def _pace(facts: Facts) -> Iterator[Choice]:
 
 def _lengths(facts: Facts) -> Choice:
     new, why = _new_tokens(facts)
-    tried = facts.tried
-    if tried is not None and not tried.out_of_time and not tried.with_signal:
+    if (tried := facts.tried) and not tried.out_of_time and not tried.with_signal:
         why += "; NONE LEARNS from equal rewards: an easier reward or a stronger model"
     whole = min(_rounded(facts.prompt + new, 64), facts.room or math.inf)
     return Choice((f"rollout.max_new_tokens={new}", f"model.max_len={whole}"), why)
 
 
-def _most(facts: Facts) -> int:
-    """The longest answer that is tried."""
-    usual = LIMIT["gpu" if facts.gpus else "cpu"]
-    return usual if facts.room is None else min(usual, max(1, facts.room - facts.prompt))
-
-
 def _new_tokens(facts: Facts) -> tuple[int, str]:
     """(tokens of the longest answer, why)."""
+    tried = facts.tried
     if facts.answer is not None:
         return facts.answer, f"answers of yours, and prompts of {facts.prompt} tokens or fewer"
-    new, why = _tried_tokens(facts)
-    if facts.room is not None and (left := max(1, facts.room - facts.prompt)) < new:
-        return left, f"{why}; model.max_len={facts.room} holds no more"
-    return new, why
-
-
-def _tried_tokens(facts: Facts) -> tuple[int, str]:
-    """The same, whatever the model holds."""
-    tried = facts.tried
-    usual = LIMIT["gpu" if facts.gpus else "cpu"]
     if tried is None:
-        return usual, "no trial answers were sampled"
+        return facts.most, "no trial answers were sampled"
     if tried.out_of_time:
-        return usual, (
+        return facts.most, (
             f"{len(tried.lengths)} trial answers reached {tried.limit} tokens in {TRIAL_S:g} s, "
             f"{tried.cut:.0%} without their end: lengths are not known"
         )
@@ -287,7 +271,7 @@ def _tried_tokens(facts: Facts) -> tuple[int, str]:
         f"cut off at {tried.limit}, {tried.with_signal} of {tried.groups} groups with signal"
     )
     why += "" if tried.mean is None else f", mean reward {tried.mean:.3g}"
-    return _rounded(longest, 32), why
+    return min(_rounded(longest, 32), facts.most), why
 
 
 def _rounded(number: int, to: int) -> int:

@@ -157,17 +157,11 @@ def check_width(config: Mapping[str, Any], actor: ActorSpec, *, key: str, path: 
     )
 
 
-def positions(config: Mapping[str, Any]) -> int | None:
-    """The positions that a model states."""
-    # LLaDA's form has another key for them
-    found: int | None = config.get("max_position_embeddings", config.get("max_sequence_length"))
-    return found
-
-
 def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:
     """Raise UserError for a model with fewer than `max_len` positions, and for one whose rotations
     depend on a batch's longest sequence in transformers and not in vLLM."""
-    limit = positions(config)
+    # LLaDA's form has another key for them
+    limit = config.get("max_position_embeddings", config.get("max_sequence_length"))
     if limit is not None and max_len > limit:
         raise UserError(
             f"model.max_len={max_len} is beyond the {limit} positions of {whose}: choose at most "

@@ -182,8 +182,8 @@ class Rule(ABC):
         return self.rows(spec)
 
     def concerns(self, course: Course) -> bool:
-        """Return whether runs of this course are judged."""
-        return True
+        """Return whether runs of this course are judged: by speed where nobody waits by design."""
+        return not (self.of_speed and course.takes_turns)
 
     def lacks(self, window: Window) -> str:
         """The facts it lacks to have judged a run of enough steps, in words; "" none."""

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator
 
 from rlcore.metrics.digest import number
-from rlcore.metrics.rules.base import RECENT, Course, Rule, Window
+from rlcore.metrics.rules.base import RECENT, Rule, Window
 from rlcore.metrics.specs import WarningsSpec
 
 
@@ -89,9 +89,6 @@ class LearnerIdle(Rule):
     kept = "the learner waited for data at most {} of the time"
     of_speed = True
 
-    def concerns(self, course: Course) -> bool:
-        return not course.takes_turns
-
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         share = window.share("time/wait_data_s")
         if share is None or share <= spec.learner_idle:
@@ -115,9 +112,6 @@ class EngineIdle(Rule):
     kept = "engines did not decode at most {} of the time"
     of_speed = True
 
-    def concerns(self, course: Course) -> bool:
-        return not course.takes_turns
-
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         busy = window.share("time/rollout_s")
         if busy is None or 1 - busy <= spec.engine_idle:
@@ -133,14 +127,13 @@ class EngineIdle(Rule):
 
 def _places(window: Window) -> str:
     """Advice that comes first where episodes wait for a place."""
-    waiting = window.mean("environment/waiting")
-    if not waiting:
+    if not (waiting := window.mean("environment/waiting")):
         return ""
     return f"{number(waiting)} episodes wait for a place: raise environment.concurrency; else "
 
 
 class FailedScores(Rule):
-    """Graders that fail."""
+    """Graders that fail. One or two failures of the first steps may be chance."""
 
     bound = "failed_scores"
     needs = ("ledger/score_errors", "ledger/score_timeouts", "buffer/arrived_samples")
@@ -154,7 +147,6 @@ class FailedScores(Rule):
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
         failed = window.gained("ledger/score_errors") + window.gained("ledger/score_timeouts")
         samples = window.gained("buffer/arrived_samples")
-        # one or two of the first steps may be chance
         few = failed < RECENT and len(window.rows) < spec.window
         share = failed / samples if samples and not few else 0.0
         what = f"{share:.1%} of the scores failed or timed out"
