@@ -471,7 +471,7 @@ WITHOUT = {
     r"needs a decoder with full attention": MODEL,
     r"refused a request|holds no row that can be read|method=.* .*$": FACT,
     r"is not a run directory|cannot confine programs": FACT,
-    r"report needs at least one run": "the command reads its words before: test_report.py",
+    r"report needs at least one run": "the command reads its words before: test_watch.py",
     r"needs the (database|package reasoning-gym)|the database|database_path=": USER,
     r"by the program metamath|ask for Slurm's jobs|needs libaio": USER,
     r"has no sleep and wake|has no outputs|no adapter_shapes|exchanges positions among": RULE,

@@ -388,7 +388,7 @@ _SPLIT = (
     "learner/test_split_learner.py: test_parts_of_sequences_beside_shares_of_a_batch_change_nothing"
 )
 _PREFIX = "learner/test_learner_ranks.py: test_a_shared_prefix_changes_no_gradient_at_any_stage"
-_IN_TURNS = "commands/test_train_colocated.py: test_a_kind_of_run_takes_turns"
+_IN_TURNS = "commands/test_train_schedules.py: test_a_kind_of_run_takes_turns"
 _LIGER = (
     "learner/test_layer_kernels.py: "
     "test_liger_s_kernels_in_the_interpreter_train_as_transformers_layers"
@@ -453,7 +453,7 @@ PROVEN = (
     ProvenPair(
         "kept passes",
         "router replay",
-        "commands/test_mixture_of_experts.py: test_what_is_trained_is_what_the_engine_serves",
+        "commands/test_train_models.py: test_what_is_trained_is_what_the_engine_serves",
     ),
     ProvenPair(
         "adapters",
@@ -473,7 +473,7 @@ PROVEN = (
     ProvenPair(
         "bitwise",
         "rounding learner",
-        "commands/test_train_bitwise.py: test_log_probs_of_a_run_are_equal_to_the_bit",
+        "commands/test_train_actors.py: test_log_probs_of_a_run_are_equal_to_the_bit",
     ),
     ProvenPair(
         "compiled layers",

@@ -1,13 +1,20 @@
-"""Sizes of models, by headers and settings, and what is refused because of them."""
+"""Models before a start: sizes by headers and settings, attention, warm-up, and refusals because of
+them."""
+
+from __future__ import annotations
 
 import json
 import math
 import re
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from rlcore.commands import memory, model_checks
-from rlcore.commands.model_checks import check_dense, check_experts
+from rlcore.commands.model_checks import check_attention, check_dense, check_experts
+from rlcore.commands.preflight import prepare
+from rlcore.commands.warm_up import keep, kept_model, starting_model
 from rlcore.config.compose import load
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
@@ -188,3 +195,81 @@ def test_a_check_of_a_cpu_or_of_another_vllm_shows_nothing(tmp_path, with_vllm):
 def test_dense_models_are_not():
     check_dense({"num_experts_per_tok": 2, "num_experts": 1, "n_head": 4}, whose="model.path=m")
     check_dense({"num_experts": None, "n_routed_experts": 0}, whose="model.path=m")
+
+
+# What is refused before an evaluation starts.
+
+
+RULE = {"block_size": 16, "blocks": 4, "share": None, "prompt": "sparse"}
+
+
+def test_a_model_made_for_sparse_attention_is_evaluated_with_it_or_not_at_all(tmp_path):
+    (tmp_path / "rlcore.json").write_text(json.dumps({"sparse": RULE}))
+
+    def check(*overrides, path=tmp_path):
+        check_attention(load(["run_dir=runs/x", f"model.path={path}", *overrides]))
+
+    check("actor=sparse")
+    check(path=tmp_path / "other")
+    for dense in (
+        [],
+        ["actor=sparse", "actor.sparse.sparse.blocks=5"],
+        ["actor=sparse", "evaluation.dense_actor=true"],
+    ):
+        said = r"model\.path=.* is made for sparse attention"
+        with pytest.raises(UserError, match=said) as refusal:
+            check(*dense)
+        advice = str(refusal.value).partition("choose actor=sparse '")[2].removesuffix("'.")
+        check("actor=sparse", advice)  # what it says to do is accepted
+
+
+def test_a_folder_of_an_earlier_version_says_how_prompts_were_read(tmp_path):
+    former = {k: v for k, v in RULE.items() if k != "prompt"} | {"sparse_prompt": False}
+    (tmp_path / "rlcore.json").write_text(json.dumps({"sparse": former}))
+    words = ["run_dir=x", f"model.path={tmp_path}", "actor=sparse"]
+    check_attention(load([*words, "actor.sparse.sparse.prompt=dense"]))
+    with pytest.raises(UserError, match="is made for sparse attention"):
+        check_attention(load(words))
+
+
+# A model that runs share is whole wherever it is seen, and the first one stays.
+
+
+def _folder(path: Path, text: str) -> Path:
+    path.mkdir(parents=True)
+    (path / "weights").write_text(text)
+    return path
+
+
+def test_a_model_of_a_run_beside_this_one_stays(tmp_path: Path) -> None:
+    kept = tmp_path / "digits-1"
+    keep(_folder(tmp_path / ".a" / "made", "first"), kept)
+    keep(_folder(tmp_path / ".b" / "made", "second"), kept)
+    assert (kept / "weights").read_text() == "first"
+
+
+def test_other_failures_are_raised(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        keep(tmp_path / "missing", tmp_path / "digits-1")
+
+
+def test_a_folder_of_models_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = f"model.warmup.cache_dir={tmp_path}/file/warm"
+    config = load(["experiment=quickstart", f"run_dir={tmp_path}/x", kept])
+    with pytest.raises(
+        UserError, match=r"cache_dir=.*file/warm cannot be written: Not a directory"
+    ):
+        starting_model(config, cast(Any, None), print)
+
+
+def test_a_warm_up_in_float64_is_another_model_than_one_in_float32(tmp_path: Path) -> None:
+    words = ["experiment=quickstart", f"run_dir={tmp_path / 'run'}"]
+    words += ["model.warmup.steps=2", "model.warmup.batch_size=4"]
+    words += [f"model.warmup.cache_dir={tmp_path / 'kept'}"]
+    exact = load([*words, "model.warmup.precision=float64"])
+    noted: list[str] = []
+    made = Path(starting_model(exact, prepare(exact), noted.append))
+    assert kept_model(exact) == str(made) and kept_model(load(words)) is None
+    assert any("worked answers in float64" in line for line in noted)
+    assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in made.iterdir()}

@@ -1,5 +1,4 @@
-"""Whole runs on actors that are cheaper than the policy: what samples, what is trained, what is
-published to whom."""
+"""Whole runs on actors that are cheaper than the policy, equal to the bit, or taught."""
 
 import json
 import signal
@@ -7,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import rows
+from conftest import left_over, rows, without_times
+from equal_bits import skip_where_they_differ
 from safetensors.numpy import load_file
 
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
-
-pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 # 81 tokens in 6 pages of 16: a budget of 2 bites
 LONG = (
@@ -47,6 +45,8 @@ def _kinds(run_dir):
     return {r["actor_kind"] for r in records}
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_emulated_precision_is_called_by_its_name(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = _run(
@@ -66,6 +66,8 @@ def test_emulated_precision_is_called_by_its_name(command, small, tmp_path):
     )  # rounded again at every update
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["int3", "nvfp4"])
 def test_a_learner_that_rounds_as_its_actors_has_no_mismatch(command, small, tmp_path, kind):
     """Also after updates: actors round what was published, the learner what it trains."""
@@ -104,6 +106,8 @@ def distilled(small, finished, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
     command, small, distilled, tmp_path
 ):
@@ -118,6 +122,8 @@ def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
         assert other["mismatch/abs_dlogp_mean"] > 10 * same["mismatch/abs_dlogp_mean"]
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_pages_by_position_follow_their_set_point(command, small, tmp_path):
     """The copy attends to the pages that sampled each record, whatever the rule in force, those of
@@ -142,6 +148,8 @@ def test_pages_by_position_follow_their_set_point(command, small, tmp_path):
         assert [one.get(k) for k in keys] == [other.get(k) for k in keys]
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distilled, tmp_path):
     words = ("train", *small, *SPARSE, *BEST, distilling("merged"), "cluster.transport=disk")
@@ -171,6 +179,8 @@ def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distil
     assert (out / "sparse" / "adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     words = ("train", *small, *LORA, f"run_dir={run_dir}", "schedule=on_policy")
@@ -189,6 +199,8 @@ def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_pa
     }
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path):
     """Over the disk and gloo, by an actor and its replacement, through a resume: the engine has
@@ -220,6 +232,8 @@ def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path)
     assert found[-1]["ledger/consumed"] == found[-1]["ledger/admitted"] == (done + 2) * 8
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(
     command, small, distilled, tmp_path
@@ -236,6 +250,8 @@ def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(
             assert one[key] == pytest.approx(other[key], abs=1e-4)
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_frozen_draft_samples_and_the_policy_is_evaluated(command, small, tmp_path):
     run_dir = tmp_path / "run"
@@ -255,6 +271,8 @@ def test_a_frozen_draft_samples_and_the_policy_is_evaluated(command, small, tmp_
     assert all(r["mismatch/abs_dlogp_mean"] > 1e-2 for r in found)
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_cotrained_draft_gets_its_own_weights(command, small, tmp_path):
     words = ("train", *small[1:], "experiment=draft_cotrain", *DRAFT, "schedule=on_policy")
     run_dir = tmp_path / "run"
@@ -279,6 +297,8 @@ def test_a_cotrained_draft_gets_its_own_weights(command, small, tmp_path):
     )
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_proposed_tokens_leave_a_run_on_policy(command, small, tmp_path):
     """Slow: engines that speculate are in tests/rollout/engines/test_speculation.py."""
@@ -299,3 +319,159 @@ def test_proposed_tokens_leave_a_run_on_policy(command, small, tmp_path):
     assert found[0]["mismatch/abs_dlogp_mean"] < 1e-5  # of the same version
     shares = [row["engine/bf16/accepted"] for row in found if "engine/bf16/accepted" in row]
     assert shares and all(0 <= share <= 1 for share in shares)
+
+
+# Whole runs whose actors and learner agree to the bit.
+
+
+WORDS = ("bitwise=true", "schedule=on_policy", "correction=none")
+INT3 = ("actor=fp8", "actor.fp8.rounding=int3", "learner.round_as=fp8")
+
+
+def _exact(command, run_dir, *words):
+    skip_where_they_differ()
+    run = command("train", *words, f"run_dir={run_dir}")
+    assert run.wait() == 0, run.text[-3000:]
+    found = rows(run_dir)
+    for row in found:
+        assert row["mismatch/abs_dlogp_mean"] == row["mismatch/kl_k3"] == 0.0, row["step"]
+        assert row["mismatch/ess"] == 1.0
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", [(), INT3], ids=["float32", "int3"])
+def test_log_probs_of_a_run_are_equal_to_the_bit(command, small, tmp_path, precision):
+    """Several steps a publication: p_ref is of the published weights."""
+    more = ("schedule.steps=4", "schedule.steps_per_publish=2", "learner.micro_batch_tokens=300")
+    found = _exact(command, tmp_path / "run", *small, *WORDS, *precision, *more)
+    assert len(found) == 4 and found[0]["train/tokens"] > 50
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_log_probs_stay_equal_over_two_hundred_steps(command, small, tmp_path):
+    more = ("schedule.steps=200", "evaluation.every=0", "checkpoint.every_s=3600")
+    found = _exact(command, tmp_path / "run", *small, *WORDS, *more)
+    assert len(found) == 200
+
+
+# Runs with a teacher, of real actors and a real learner.
+
+
+ON_POLICY = ("schedule=on_policy", "schedule.on_publish=finish", "algorithm=distill")
+COMPARED = ("loss/teacher", "teacher/divergence", "teacher/top1_agreement", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def warmed_up(finished, small, tmp_path_factory):
+    """Folder of a warmed-up model: the starting model of a run of one step."""
+    root = tmp_path_factory.mktemp("teacher")
+    finished("train", *small, "schedule.steps=1", f"run_dir={root / 'start'}")
+    finished("export", f"run_dir={root / 'start'}", f"out={root / 'model'}")
+    return root / "model"
+
+
+def taught(small, folder, kind):
+    """Words of a run in which a fresh model learns of a warmed-up one."""
+    student = ("model.warmup=null", f"teacher={kind}", f"teacher.path={folder}", "learner.lr=2e-3")
+    return ("train", *small, *ON_POLICY, *student, "rollout.samples_per_prompt=1")
+
+
+def whole_and_resumed(finished, words, root):
+    """Rows of a run of six steps, which one that was continued after four must equal."""
+    whole, parts = root / "whole", root / "parts"
+    finished(*words, f"run_dir={whole}", "schedule.steps=6")
+    finished(*words, f"run_dir={parts}", "schedule.steps=4")
+    finished("train", f"run_dir={parts}", "resume=auto", "schedule.steps=6")
+    found = rows(whole)
+    assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in found]
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_frozen_teacher_in_the_learner_and_one_in_an_engine(
+    finished, small, warmed_up, tmp_path
+) -> None:
+    """Both resume exactly, and take the same steps but for the engine's rounding."""
+    found = {}
+    for kind in ("frozen", "engine"):
+        words = taught(small, warmed_up, kind)
+        found[kind] = whole_and_resumed(finished, words, tmp_path / kind)
+        assert all(r["teacher/divergence"] > 0 and r["grad_norm"] > 0 for r in found[kind])
+        last = found[kind][-1]
+        assert last["loss/teacher"] == pytest.approx(last["teacher/divergence"], rel=1e-4)
+        assert all(r["teacher/token_share"] == 1.0 for r in found[kind])
+        assert all(r["teacher/unscored"] == 0 for r in found[kind])
+    for mine, theirs in zip(found["engine"][:2], found["frozen"]):
+        for name in COMPARED:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3), name
+    assert all(r["time/teacher_engine_s"] > 0 for r in found["engine"])
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_draft_that_samples_teaches_as_its_folder_does(
+    finished, small, warmed_up, tmp_path
+) -> None:
+    """Two engines of the draft's model give the steps of one that has the folder by its path."""
+    fleet = ("actor=[bf16,draft]", f"actor.draft.draft_path={warmed_up}", "schedule.steps=3")
+    words = ("train", *small, *ON_POLICY, *fleet, "model.warmup=null", "teacher=engine")
+    named, given = tmp_path / "named", tmp_path / "given"
+    finished(*words, "teacher.actor=draft", "teacher.engine.count=2", f"run_dir={named}")
+    finished(*words, f"teacher.path={warmed_up}", f"run_dir={given}")
+    found = rows(named)
+    assert [without_times(r) for r in found] == [without_times(r) for r in rows(given)]
+    assert all(r["teacher/token_share"] == 1.0 and r["teacher/divergence"] > 0 for r in found)
+    assert all(r["mismatch/kl_k3@draft"] > r["mismatch/kl_k3@bf16"] for r in found)
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_self_distillation_beside_rewards_resumes_exactly(finished, small, tmp_path) -> None:
+    """The previous policy reads a better answer, and is refreshed between both parts."""
+    beside = ("algorithm=grpo", "teacher=previous", "teacher.refresh_steps=3", "teacher.weight=0.1")
+    found = whole_and_resumed(finished, ("train", *small, *ON_POLICY[:2], *beside), tmp_path)
+    assert any(0 < r["teacher/token_share"] < 1 for r in found)
+    assert any(r["teacher/unscored"] > 0 for r in found)
+    assert all(r["loss/policy"] != 0 or r["loss/teacher"] != 0 for r in found)
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_an_engine_that_dies_and_one_that_hangs_are_replaced(
+    installed, small, warmed_up, tmp_path
+) -> None:
+    """Records are late meanwhile and have no distance; then each has one again."""
+    engine = ("teacher=engine", f"teacher.path={warmed_up}", "teacher.engine.timeout_s=3")
+    beside = ("algorithm=grpo", "cluster.num_cpus=3", "cluster.heartbeat_s=1")
+    limits = ("cluster.hang_timeout_s=20", "schedule.steps=10000", "evaluation.every=1000")
+    run = installed("train", *small, *engine, *beside, *limits, f"run_dir={tmp_path / 'run'}")
+
+    def scored():
+        return [r["teacher/unscored"] == 0 for r in rows(tmp_path / "run")]
+
+    run.wait_for(lambda: all(scored()[-3:]) and len(scored()) >= 3, what="three scored steps")
+    for sent in (signal.SIGKILL, signal.SIGSTOP):
+        before = len(scored())
+        (process,) = [p for p in run.descendants() if "TeacherActor" in " ".join(p.cmdline())]
+        process.send_signal(sent)
+        run.wait_for(lambda at=before: not all(scored()[at:]), what="records without a teacher")
+        at = len(scored())
+        run.wait_for(
+            lambda at=at: len(scored()) >= at + 3 and all(scored()[-3:]), what="scores again"
+        )
+    family = run.descendants()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 130, run.text[-3000:]
+    assert not left_over(family)
