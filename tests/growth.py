@@ -30,6 +30,8 @@ ROLES = (
     *("cluster.actors.learner", "learner.engines.deepspeed"),
     *("cluster.actors.buffer", "cluster.actors.scorer"),
 )
+# counted by a test of a whole run, tests/commands/test_train.py
+COLUMNS = "columns of a brief row"
 # those that no other section has
 DEEPSPEED = {
     *("zero_stage", "overlap_comm", "expert_parallel", "sequence_parallel", "offload"),
@@ -104,7 +106,8 @@ def written(found: dict[str, int], before: dict[str, int], *, up: bool) -> dict[
     """The bounds from today's counts, lines and words rounded up; higher ones only if `up`."""
     coarse = ("lines", "words")
     new = {n: -(-v // STEP) * STEP if n.startswith(coarse) else v for n, v in found.items()}
-    return {n: v if up else min(v, before.get(n, v)) for n, v in new.items()}
+    columns = {n: v for n, v in before.items() if n == COLUMNS}
+    return {n: v if up else min(v, before.get(n, v)) for n, v in new.items()} | columns
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def test_what_grows_with_every_feature_stays_within_its_bounds():
     """`python tests/growth.py --write` lowers the bounds, `--raise` raises them."""
     bounds = json.loads(growth.BOUNDS.read_text())
     found = growth.counts()
-    assert {*found} == {*bounds}
+    assert {*found} == {*bounds} - {growth.COLUMNS}
     assert [f"{n}: {v} > {bounds[n]}" for n, v in found.items() if v > bounds[n]] == []
 
 

@@ -19,17 +19,18 @@ BY_KIND = (
 
 # Beginnings of metrics that explain the others: columns of details.jsonl, not of metrics.jsonl.
 EXPLAINING = (
-    *("staleness/share_", "train/positions", "train/sequence", "train/flat_positions"),
-    *("mismatch/eighth_", "mismatch/stretch_", "mismatch/ratio_", "mismatch/abs_dlogp_p"),
-    *("mismatch/abs_dprob", "mismatch/agreement", "mismatch/below_", "mismatch/tokens"),
-    *("mismatch/truncated", "mismatch/masked", "mismatch/veto"),
-    *("mismatch/unstored", "mismatch/unlikely", "mismatch/unknown", "mismatch/floor_tokens"),
-    *("mismatch/floor_mass", "mismatch/fixed_share", "mismatch/repeated_share", "mismatch/bias2"),
-    *("mismatch/variance_added", "mismatch/z_approx", "mismatch/kappa", "mismatch/ais_alpha_"),
+    *("staleness/share_", "staleness/in_", "train/positions", "train/sequence"),
+    *("train/flat_positions", "mismatch/eighth_", "mismatch/stretch_", "mismatch/ratio_"),
+    *("mismatch/abs_dlogp_p", "mismatch/abs_dprob", "mismatch/agreement", "mismatch/below_"),
+    *("mismatch/tokens", "mismatch/tv_bound", "mismatch/truncated", "mismatch/masked"),
+    *("mismatch/veto", "mismatch/unstored", "mismatch/unlikely", "mismatch/unknown"),
+    *("mismatch/floor_tokens", "mismatch/floor_mass", "mismatch/fixed_share"),
+    *("mismatch/repeated_share", "mismatch/bias2", "mismatch/variance_added", "mismatch/z_approx"),
+    *("mismatch/kappa", "mismatch/ais_alpha", "step_bound/floor", "step_bound/moved"),
     *("train/acceptance_", "teacher/divergence_quarter_", "engine/", "colocated/", "publish/"),
     *("time/publish_receive", "time/publish_drain", "time/publish_stop", "time/fetch_s"),
     *("time/learner_", "time/shadow", "time/asleep", "time/sleep", "time/wake", "time/teacher_"),
-    *("time/score_lag", "checkpoint/interval", "rollout/migrated"),
+    *("time/score_lag", "checkpoint/interval", "checkpoint/step", "rollout/migrated"),
     *("buffer/bytes", "buffer/duplicates", "buffer/late", "buffer/unreadable", "buffer/resampled"),
     *("buffer/arrived_tokens", "buffer/arrived_re"),
 )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import growth
 import pytest
 import yaml
 from conftest import left_over, modes, rows, umask, without_times
@@ -68,6 +69,9 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
         )
         assert row["staleness/max"] <= 2
         assert row["mismatch/ess"] > 0.5
+    brief = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    columns = {key for row in brief for key in row if not key.startswith("eval/")}
+    assert len(columns) <= json.loads(growth.BOUNDS.read_text())[growth.COLUMNS], sorted(columns)
     assert any("eval/digits/greedy" in r for r in found) and "eval/digits/greedy" in found[-1]
     assert found[-1]["eval/policy_version"] == 5
     last = found[-1]
