@@ -168,6 +168,14 @@ def request_id(purpose: str, group_id: int, sample_index: int) -> str:
     return f"{purpose}:{group_id}:{sample_index}"
 
 
+TURN = "#"  # in the purpose of what the engine is asked for: a turn of an episode
+
+
+def is_turn(name: str) -> bool:
+    """Return whether a purpose, or the id of a request, is of one turn of an episode."""
+    return TURN in name
+
+
 def actor_label(name: str) -> str:
     """The label, `actor.LABEL`, of an actor ("fp8-0") or of one of its drawings ("fp8-0:71:3")."""
     actor = name.partition(":")[0]
@@ -323,6 +331,18 @@ class Answer(ByFields):
     @property
     def request_id(self) -> str:
         return request_id(self.purpose, self.group_id, self.sample_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode in an environment that is over: its records, one a part, and its score.
+
+    Example: Played([trajectory], answer, Score(17, 0, "bf16-0:4", "ok", 1.0))
+    """
+
+    parts: list[Trajectory]
+    answer: Answer
+    score: Score
 
 
 @dataclass(slots=True)

@@ -17,10 +17,9 @@ import ray
 from ray.exceptions import RayError
 
 from rlcore.cluster.calls import DEAD
-from rlcore.environments.episode import Played
 from rlcore.rollout.text import StopStrings, read_answer
 from rlcore.serialization import dump_trajectory, dump_unusable, require_trainable
-from rlcore.types import Answer, Score, Trajectory
+from rlcore.types import Answer, Played, Score, Trajectory
 
 MAX_UNDELIVERED = 64  # messages in transit above which delivery waits
 RECHECK_S = 1.0

@@ -22,14 +22,13 @@ import numpy as np
 
 from rlcore.commands.preflight import note
 from rlcore.environments import environment_maker
-from rlcore.environments.episode import Played
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action, Environment
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import Task
 from rlcore.seeding import derive_seed
-from rlcore.types import ActorKind, Item, Request, SamplingSpec, Trajectory
+from rlcore.types import ActorKind, Item, Played, Request, SamplingSpec, Trajectory
 
 WAIT_S = 0.2
 NO_TOKENS = np.zeros(0, np.int32)

@@ -13,9 +13,11 @@ import numpy as np
 from rlcore.models.routes import joined
 from rlcore.seeding import derive_seed
 from rlcore.types import (
+    TURN,
     ActorKind,
     Answer,
     FinishReason,
+    Played,
     Request,
     Score,
     ScoreStatus,
@@ -26,27 +28,6 @@ from rlcore.types import (
 if TYPE_CHECKING:
     from rlcore.environments.episode_processes import Link
     from rlcore.environments.protocol import Renderer
-
-TURN = "#"  # in the purpose of what the engine is asked for: a turn of an episode
-
-
-def is_turn(trajectory: Trajectory) -> bool:
-    """Return whether a record is one turn of an episode."""
-    return TURN in trajectory.purpose
-
-
-def is_turn_id(request_id: str) -> bool:
-    """Return whether a request's id is of one turn of an episode."""
-    return TURN in request_id
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """An episode that is over: its records, one a part, and its score."""
-
-    parts: list[Trajectory]
-    answer: Answer
-    score: Score
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.environments.episode import Conversation, EpisodeState, Played
+from rlcore.environments.episode import Conversation, EpisodeState
 from rlcore.environments.episode_processes import EnvironmentDied, EnvironmentServer, Link
 from rlcore.environments.protocol import Opening, Renderer
 from rlcore.environments.specs import EnvironmentJob
@@ -25,7 +25,7 @@ from rlcore.errors import StageError
 from rlcore.models.text import decode_response, encode_text
 from rlcore.rooms import from_room
 from rlcore.seeding import derive_seed
-from rlcore.types import ActorKind, Request, ScoreStatus, Trajectory
+from rlcore.types import ActorKind, Played, Request, ScoreStatus, Trajectory
 
 SERVER_RESTARTS = 3  # of the environments' process
 RESTARTS_S = 3600.0  # within so long

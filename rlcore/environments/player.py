@@ -17,12 +17,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlcore.environments.episode import Played, is_turn
 from rlcore.environments.play import Play
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import DeadlineExceeded
 from rlcore.tasks import parse_prompt_id
-from rlcore.types import ActorKind, Request, Trajectory
+from rlcore.types import ActorKind, Played, Request, Trajectory, is_turn
 
 MAX_WAIT_S = 0.5  # between two looks at the deadlines
 
@@ -208,11 +207,11 @@ class Players:
 
     def finished(self, trajectories: list[Trajectory]) -> None:
         """From the engine's thread: turns, and answers that belong to no episode."""
-        turns = [t for t in trajectories if is_turn(t)]
+        turns = [t for t in trajectories if is_turn(t.purpose)]
         for label, player in self._players.items():
             if own := [t for t in turns if _task(t) == label]:
                 player.finished(own)
-        if others := [t for t in trajectories if not is_turn(t)]:
+        if others := [t for t in trajectories if not is_turn(t.purpose)]:
             self._exits.others(others)
 
     def status(self) -> dict[str, float]:

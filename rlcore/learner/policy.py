@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sized
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ from rlcore.errors import UserError
 from rlcore.files import not_here
 from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
 from rlcore.learner.packing import MicroBatch
-from rlcore.learner.parts.replay import Replay
-from rlcore.learner.parts.rounded import RoundedLayers
 from rlcore.learner.ranks import Shards
 from rlcore.learner.recurrent import ARGUMENT as ROWS
 from rlcore.learner.recurrent import SequenceRows, separate
@@ -29,6 +27,10 @@ from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.models.folder import refuse_odd_logits, register_architecture, without_dropout
 from rlcore.reasons import message_of
 from rlcore.types import TokenScores
+
+if TYPE_CHECKING:
+    from rlcore.learner.parts.replay import Replay
+    from rlcore.learner.parts.rounded import RoundedLayers
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,12 +8,12 @@ import pytest
 from timing import deadline
 
 from rlcore.cluster.delivery import Delivery, Outlets
-from rlcore.environments.episode import Played
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import decode_response
 from rlcore.rollout.text import StopStrings, read_answer
 from rlcore.serialization import load_trajectory, read_header
 from rlcore.testing.records import make_score, make_trajectory
+from rlcore.types import Played
 
 NONE = StopStrings()
 

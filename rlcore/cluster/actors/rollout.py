@@ -13,14 +13,13 @@ import ray
 
 from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.cluster.specs import Hosting
-from rlcore.environments.episode import is_turn_id
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import UserError
 from rlcore.interfaces import Wake
 from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import TextSettings
 from rlcore.serialization import dump_trajectory, load_trajectory
-from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
+from rlcore.types import OnPublish, Request, Trajectory, WeightManifest, is_turn
 
 if TYPE_CHECKING:
     from rlcore.cluster.teacher_engines import TeacherOutlet
@@ -219,7 +218,7 @@ class RolloutActor:
             if self.players.error is not None:
                 status["error"] = status["error"] or f"playing failed: {self.players.error!r}"
             # episodes have a deadline of their own, and cannot move to another actor
-            decoding = {i: s for i, s in status["decoding_s"].items() if not is_turn_id(i)}
+            decoding = {i: s for i, s in status["decoding_s"].items() if not is_turn(i)}
             status = {**status, "playing": self.players.status(), "decoding_s": decoding}
         return {**status, "pid": os.getpid(), "rss": psutil.Process().memory_info().rss}
 

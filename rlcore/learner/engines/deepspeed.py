@@ -26,18 +26,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError
 from rlcore.learner.engines.deepspeed_facts import DeepSpeedFacts, overlaps
-from rlcore.learner.engines.model_parallel import (
-    ExpertParts,
-    ModelParts,
-    TensorParts,
-    autoep_config,
-    autotp_config,
-    check_experts,
-    check_layers,
-    gradients_of,
-    split_attention,
-)
-from rlcore.learner.engines.zero_state import ZeroState, offload_config, swap_folder
+from rlcore.learner.engines.zero_state import ModelParts, ZeroState, offload_config, swap_folder
 from rlcore.learner.lm_head import HeadSpec, KlTarget
 from rlcore.learner.lora import (
     adapted_layers,
@@ -209,6 +198,8 @@ class ZeroEngine(TrainEngine):
 
     @staticmethod
     def split_attention(lm: nn.Module, shards: Shards) -> None:
+        from rlcore.learner.engines.model_parallel import split_attention
+
         split_attention(lm, shards)
 
     def __init__(
@@ -227,12 +218,7 @@ class ZeroEngine(TrainEngine):
         self._rate = RateSchedule(spec, total_steps)
         self._world_size = dist.get_world_size()
         config = deepspeed_config(spec)
-        if spec.tensor_parallel > 1:
-            check_layers(policy.lm, spec.tensor_parallel)
-            config["tensor_parallel"] = autotp_config(spec.tensor_parallel)
-        if spec.expert_parallel > 1:
-            check_experts(policy.lm, spec.expert_parallel)
-            config["expert_parallel"] = autoep_config(policy.lm, spec.expert_parallel)
+        config |= _divisions(policy.lm, spec)
         names = [name for name, _ in policy.lm.named_parameters()]
         # DeepSpeed makes this buffer of gradients whole, however small the model
         entries = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
@@ -252,6 +238,8 @@ class ZeroEngine(TrainEngine):
         self._parts: ModelParts | None = None
         self._clip: float | None = None  # the largest norm, where DeepSpeed does not clip
         if spec.expert_parallel > 1:
+            from rlcore.learner.engines.model_parallel import ExpertParts
+
             self._parts = experts = ExpertParts(names, named, spec.expert_parallel)
             self._clip, named = spec.grad_clip, experts.named
         self.names = {plain_name(n): p for n, p in named.items() if not is_adapter(n)}
@@ -266,6 +254,8 @@ class ZeroEngine(TrainEngine):
                 for p in (layer.get_base_layer().weight, *factors(layer)):
                     deepspeed.zero.register_external_parameter(layer, p)
         if spec.tensor_parallel > 1:
+            from rlcore.learner.engines.model_parallel import TensorParts
+
             self._parts = TensorParts(trained, spec.tensor_parallel)
             # would send the first micro-batch to the other ranks, which have the same
             self._engine.first_dataloader_check.remove()
@@ -457,3 +447,34 @@ class ZeroEngine(TrainEngine):
 
     def load(self, folder: Path) -> None:
         self.optimizer_steps, self._held = self._state.load(folder)
+
+
+def _divisions(lm: nn.Module, spec: LearnerSpec) -> dict[str, Any]:
+    """DeepSpeed's sections for a model of which each rank holds a part. Raises UserError for a
+    model that cannot be divided so."""
+    found = {}
+    if spec.tensor_parallel > 1:
+        from rlcore.learner.engines.model_parallel import autotp_config, check_layers
+
+        check_layers(lm, spec.tensor_parallel)
+        found["tensor_parallel"] = autotp_config(spec.tensor_parallel)
+    if spec.expert_parallel > 1:
+        from rlcore.learner.engines.model_parallel import autoep_config, check_experts
+
+        check_experts(lm, spec.expert_parallel)
+        found["expert_parallel"] = autoep_config(lm, spec.expert_parallel)
+    return found
+
+
+def gradients_of(optimizer: Any, model: nn.Module) -> Iterator[Any]:
+    """(parameter, gradient that this rank holds) of DeepSpeed's optimizer; without one, of the
+    model's parameters themselves."""
+    if hasattr(optimizer, "fp32_groups_gradients"):
+        for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
+            yield from zip(params, grads)
+    elif hasattr(optimizer, "averaged_gradients"):
+        for i, grads in optimizer.averaged_gradients.items():
+            held = (g for g in grads if not getattr(g, "_zero_padding", False))
+            yield from zip(optimizer.params_in_partition[i], held)
+    else:
+        yield from ((p, p.grad) for p in model.parameters() if p.grad is not None)

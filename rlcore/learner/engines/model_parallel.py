@@ -4,7 +4,7 @@ parallelism, experts, and attention over parts of sequences."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,44 +17,6 @@ from rlcore.attention.varlen import no_mask
 from rlcore.errors import UserError
 from rlcore.learner.policy import IN_PARTS
 from rlcore.learner.ranks import Shards
-
-
-class ModelParts(Protocol):
-    """The parameters that are split over ranks, and their whole tensors. Methods that make whole
-    tensors are collective."""
-
-    #: of torch's: the ranks that hold all parts of a tensor together
-    group: Any
-
-    def shape(self, p: Tensor) -> torch.Size:
-        """Of the whole parameter."""
-
-    def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
-        """The whole tensor of a parameter: all ranks' parts, each given by `read` for the part
-        held."""
-
-    def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """(parameter held here, its part of a whole tensor)."""
-
-    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
-        """Sum of squares of gradients (parameter, gradient), such that the sum over ranks counts
-        every entry once. That sum is over the ranks of `group` if `all_held`, where a rank has
-        whole gradients of its parameters. It is over all ranks where ZeRO has divided them."""
-
-
-def gradients_of(optimizer: Any, model: nn.Module) -> Iterator[Any]:
-    """(parameter, gradient that this rank holds) of DeepSpeed's optimizer; without one, of the
-    model's parameters themselves."""
-    if hasattr(optimizer, "fp32_groups_gradients"):
-        for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
-            yield from zip(params, grads)
-    elif hasattr(optimizer, "averaged_gradients"):
-        for i, grads in optimizer.averaged_gradients.items():
-            held = (g for g in grads if not getattr(g, "_zero_padding", False))
-            yield from zip(optimizer.params_in_partition[i], held)
-    else:
-        yield from ((p, p.grad) for p in model.parameters() if p.grad is not None)
-
 
 TENSOR_KEY = "learner.tensor_parallel"
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -179,11 +141,6 @@ def _divided(name: str) -> int | None:
     if layer in _BY_OUTPUTS:
         return 0
     return 1 if layer in _BY_INPUTS and kind == "weight" else None
-
-
-def whole_shape(p: nn.Parameter) -> torch.Size:
-    """Shape of a parameter, also of one that ZeRO-3 has partitioned."""
-    return getattr(p, "ds_shape", p.shape)
 
 
 EXPERT_KEY = "learner.expert_parallel"

@@ -12,10 +12,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError, UserError
 from rlcore.learner.engines.deepspeed_patches import MOMENTS_LINKED
-from rlcore.learner.engines.model_parallel import ModelParts, whole_shape
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.state_files import (
     HeldTensor,
@@ -42,6 +41,34 @@ _FLAT_MASTERS = (
     "single_partition_of_fp32_groups",
     "fp32_partitioned_groups_flat",
 )
+
+
+class ModelParts(Protocol):
+    """The parameters that are split over ranks, and their whole tensors. Methods that make whole
+    tensors are collective."""
+
+    #: of torch's: the ranks that hold all parts of a tensor together
+    group: Any
+
+    def shape(self, p: Tensor) -> torch.Size:
+        """Of the whole parameter."""
+
+    def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
+        """The whole tensor of a parameter: all ranks' parts, each given by `read` for the part
+        held."""
+
+    def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """(parameter held here, its part of a whole tensor)."""
+
+    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
+        """Sum of squares of gradients (parameter, gradient), such that the sum over ranks counts
+        every entry once. That sum is over the ranks of `group` if `all_held`, where a rank has
+        whole gradients of its parameters. It is over all ranks where ZeRO has divided them."""
+
+
+def whole_shape(p: nn.Parameter) -> torch.Size:
+    """Shape of a parameter, also of one that ZeRO-3 has partitioned."""
+    return getattr(p, "ds_shape", p.shape)
 
 
 def flat_masters(optimizer: Any, stage: int) -> list[Tensor]:
