@@ -768,6 +768,7 @@ def test_secrets_are_not_taken_into_a_job_s_script():
         ("learner.keep_passes_mib=8", "learner.activation_cache_mib"),
         ("learner.router=replay", "learner.router_replay"),
         ("task.difficulty.keep=0.5", "task.difficulty.resample_rate"),
+        ("actor.bf16.cpu_fast_path=false", "cluster.cpu_fast_paths"),
         ("actor=sparse actor.sparse.sparse.sparse_prompt=false", "actor.sparse.sparse.prompt"),
     ],
 )
