@@ -333,32 +333,23 @@ class _Models:
         return reason is None
 
     def _load(self, path: str, rule: SparseSpec | None) -> nn.Module:
+        dtype, sparse = self._spec.compute_dtype, rule is not None
         lm = load_causal_lm(
-            path,
-            self._spec.compute_dtype,
-            self.attention,
-            sparse=rule is not None,
-            split=self._split,
-            device=self._device,
+            path, dtype, self.attention, sparse=sparse, split=self._split, device=self._device
         )
         if self._job.diffusion is None:
             self._probe(lm, path, rule)
         if self._spec.layers == "liger":
             self._require_layers(lm, liger_layers)
             liger_layers(lm)
-        elif self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
-            self._speed_up(lm)
+        elif self._job.cpu_fast_paths and self._device == CPU and dtype == "float32":
+            from rlcore.learner.cpu.norms import own_norms
+
+            own_norms(lm)
         if self._job.bitwise_positions:
             _hold_bitwise(lm, self._job.bitwise_positions)
         self._loaded.append(lm)
         return lm
-
-    def _speed_up(self, lm: nn.Module) -> None:
-        """Compute a float32 model's norms on the CPU by functions of rlcore's own."""
-        if self._job.cpu_fast_paths:
-            from rlcore.learner.cpu.norms import own_norms
-
-            own_norms(lm)
 
     def _probe(self, lm: nn.Module, path: str, rule: SparseSpec | None) -> None:
         """Compare what every pass of a causal model relies on with the plain way. Raises UserError
