@@ -57,8 +57,8 @@ def _run(c: RunConfig) -> Iterator[tuple[str, bool, str]]:
     yield f"learner.num_cpus={learner.num_cpus:g}", learner.threads > 1, one
     unproven = "which is not proven so: leave it out"
     yield f"learner.dtype={learner.dtype}", learner.compute_dtype != "float32", unproven
-    own = "which leaves steps to vLLM's own kernels: use true"
-    yield "cluster.cpu_fast_paths=false", not c.cluster.cpu_fast_paths, own
+    slow = "which leaves steps to vLLM's own kernels: use true"
+    yield "cluster.cpu_fast_paths=false", not c.cluster.cpu_fast_paths, slow
     threads = learner.max_threads
     yield f"learner.max_threads={threads}", isinstance(threads, int), one
 
