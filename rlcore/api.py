@@ -91,10 +91,7 @@ class RunResult:
     @property
     def evaluation(self) -> dict[str, float]:
         """The newest results of each held-out task by metric, such as eval/digits/greedy."""
-        found: dict[str, float] = {}
-        for row in self.rows:
-            found |= {name: value for name, value in row.items() if name.startswith("eval/")}
-        return found
+        return {n: v for row in self.rows for n, v in row.items() if n.startswith("eval/")}
 
 
 def train(
@@ -203,12 +200,16 @@ def load_run(run_dir: str | Path) -> RunResult:
 def _config(
     verb: str, words: Sequence[str], run_dir: str | Path | None, config_dir: str | None
 ) -> RunConfig:
-    further = [] if run_dir is None else [f"run_dir={run_dir}"]
-    if config_dir is not None:
-        further.append(f"config_dir={config_dir}")
-    # export's own key, which is not read here
-    needed = ["out=."] if verb == "export" else []
-    return cli.config_of(cli.read([verb, *words, *further, *needed]))
+    places = {"run_dir": run_dir, "config_dir": config_dir}
+    further = [f"{key}={place}" for key, place in places.items() if place is not None]
+    needed = ["out=."] if verb == "export" else []  # its own key, which is not read here
+    given = cli.read([verb, *words, *further, *needed])
+    for key in sorted(given.own.keys() - {"config_dir", "data", "out", "reward"}):
+        raise UserError(
+            f"{key}={given.own[key]} is read by the command rlcore {verb} alone: leave it out of "
+            "the overrides, or use the command."
+        )
+    return cli.config_of(given)
 
 
 def _apart(work: Callable[[], T], stop: Callable[[], None] | None = None) -> T:

@@ -128,6 +128,20 @@ def test_a_wrong_word_is_refused_before_anything_starts(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda words: rlcore.train("quickstart", words), "dry_run=true"),
+        (lambda words: rlcore.evaluate("run", words), "checkpoint=step_000001"),
+    ],
+)
+def test_a_word_that_the_command_alone_reads_is_refused(call, word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{word} is read by the command rlcore .* alone: leave it"):
+        call([word])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_stop_that_is_asked_for_early_is_kept_for_the_controller():
     asked = []
 

@@ -218,8 +218,7 @@ def responses(task: Task, item: Item, others: Sequence[Item]) -> list[tuple[str,
 
 
 def _known(task: Task, item: Item) -> tuple[str, str] | None:
-    worked = task.worked_answer(item)
-    if worked is not None:
+    if (worked := task.worked_answer(item)) is not None:
         return WORKED, worked
     return (REFERENCE, item.answer) if item.answer else None
 
@@ -329,8 +328,7 @@ def _rendering(config: RunConfig, tokenizer: Any) -> str:
 
 def _spelled(config: RunConfig, tokenizer: Any, item: Item) -> list[str]:
     """One line on the special tokens that a row spells, if it does."""
-    shown = _as_text(item)
-    found = [] if tokenizer is None else spelled_tokens(tokenizer, shown)
+    found = [] if tokenizer is None else spelled_tokens(tokenizer, _as_text(item))
     if not found:
         return []
     read = "text" if config.model.control_tokens == "text" else "special tokens"
