@@ -47,6 +47,7 @@ DEFAULT_PROMPTS, MOST_PROMPTS = 3, 1000
 FURTHER = 16  # problems after the shown ones that are searched for a different answer
 SHOWN_IDS = 16
 SHOWN_HEAD, SHOWN_TAIL = 200, 80  # characters of a response: answers are at the end
+CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), 127)}  # a terminal obeys them
 WAKE_S = 0.2  # between two looks at graders that may have failed
 WORKED, REFERENCE = "worked answer", "reference answer"
 SCRIPTED = TriedModel()  # by worked turns and known answers
@@ -260,7 +261,7 @@ def _tokens(count: int) -> str:
 
 
 def _quoted(text: str) -> list[str]:
-    return [f"  | {line}" for line in text.split("\n")]
+    return [f"  | {line}" for line in text.translate(CONTROLS).split("\n")]
 
 
 def graded(

@@ -132,6 +132,16 @@ def test_what_ends_an_answer_is_shown(tokenizer, tmp_path, capsys):
 
 
 @pytest.mark.processes
+def test_control_characters_of_rows_do_not_reach_the_terminal(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "a\x1b[2J\r\tb", "answer": "1"}))
+    (tmp_path / "g.py").write_text(GRADER)
+    assert (
+        main(["try", "data=rows.jsonl", "reward=g.py:grade", "n=1"]) == 1
+    )  # an empty answer fails
+    assert "  | a\\x1b[2J\\x0d\tb\n" in capsys.readouterr().out
+
+
+@pytest.mark.processes
 def test_system_turns_of_conversations_are_shown(tokenizer, tmp_path, capsys):
     system, user = {"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}
     row = {"messages": [system, user, {"role": "assistant", "content": "2"}], "answer": "2"}
