@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.evidence import late_learner
 from benchmarks.evidence import step_bound_study as study
+from benchmarks.evidence.evidence import lines
 from benchmarks.evidence.late_learner import Problem, Sampled
 
 TOP = np.zeros((2, 0))
@@ -115,3 +116,18 @@ def test_a_seed_is_whole_from_one_start_and_made_anew_otherwise(monkeypatch, tmp
     anew = [r | {"start": "b"} for r in ended() if r["seed"] == 1]
     said = own.block(lines + anew)
     assert "**159 of 237 runs are there.**" in said and "1 lines are not counted" in said
+
+
+def test_the_advice_has_the_figures_of_the_lines():
+    found = study.STUDY._counted(lines(study.STUDY.file))
+
+    def ends(arm, age):
+        return fmean(r["final"] for r in study.found_at(found, arm, age=age, times=2.0))
+
+    best = fmean(r["final"] for r in study.best_on_policy(found, "final"))
+    bounded = {age: ends("step_bound + tis", age) for age in study.BORDER}
+    above = [end - ends("tis", age) for age, end in bounded.items()]
+    below = [best - end for end in bounded.values()]
+    said = " ".join((study.ROOT / "docs" / "evidence.md").read_text().split())
+    assert f"{min(above):.2f} to {max(above):.2f} above tis alone" in said
+    assert f"{min(below):.2f} to {max(below):.2f} below the best rate on policy" in said
