@@ -38,11 +38,7 @@ from rlcore.config.groups import (
 )
 from rlcore.config.paths import absolute
 from rlcore.config.resolution import resolved
-from rlcore.config.schema import (
-    BESIDE,
-    RunConfig,
-    task_form,
-)
+from rlcore.config.schema import BESIDE, RunConfig, task_form
 from rlcore.config.sentences import closest, one_line, validate
 from rlcore.errors import UserError
 from rlcore.spec import refuse
@@ -173,7 +169,7 @@ def recorded(run_dir: str | Path) -> dict[str, Any]:
 
     Raises UserError for a folder without one.
     """
-    return flat(_read(Path(run_dir) / "config.yaml"))
+    return flat(_saved(Path(run_dir) / "config.yaml"))
 
 
 def check_resume(config: RunConfig) -> None:
@@ -195,7 +191,7 @@ def _begun_with(config: RunConfig) -> RunConfig | None:
     saved = Path(config.run_dir) / "config.yaml"
     if not saved.is_file():  # a checkpoint may have been put into a folder of its own
         return None
-    return _checked(OmegaConf.create(_escaped(_read(saved))), {})
+    return _checked(OmegaConf.create(_escaped(_saved(saved))), {})
 
 
 def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
@@ -284,10 +280,9 @@ def _resumed(saved: Path, words: Overrides, config_dir: str | Path | None) -> Di
     """The saved configuration with groups and values replaced by the arguments.
 
     A scheduler that requeues a job repeats its command, so `experiment=` may be among the words
-    again. It must then mean the experiment that the run was started with: a difference from the
-    experiment alone is more likely a mistake than intended.
+    again: a difference from that experiment alone is more likely a mistake than intended.
     """
-    cfg = OmegaConf.create(_escaped(_read(saved)))
+    cfg = OmegaConf.create(_escaped(_saved(saved)))
     if not words.selections:
         _lay_over(cfg, words.values, config_dir)
         return cfg
@@ -405,9 +400,18 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
+def _saved(path: Path) -> dict[str, Any]:
+    """A run's configuration. Version 0.2 had `cluster.cpu_fast_paths` by actor."""
+    data = _read(path)
+    actors = [a for a in (data.get("actor") or {}).values() if isinstance(a, dict)]
+    former = [a.pop("cpu_fast_path") for a in actors if "cpu_fast_path" in a]
+    if former:
+        data.setdefault("cluster", {}).setdefault("cpu_fast_paths", all(former))
+    return data
+
+
 def _escaped(node: Any) -> Any:
-    """Escape "${" in a resolved configuration, which holds no interpolations: there it is plain
-    text."""
+    """Escape "${" in a resolved configuration, where it is plain text."""
     if isinstance(node, dict):
         return {k: _escaped(v) for k, v in node.items()}
     if isinstance(node, list):

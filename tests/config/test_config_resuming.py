@@ -1,9 +1,10 @@
 """What a run can change when it is resumed: every key is on one side or the other."""
 
 import pytest
+import yaml
 
 from rlcore.config import resuming
-from rlcore.config.compose import check_resume, load, other_threads, to_yaml
+from rlcore.config.compose import check_resume, load, other_threads, recorded, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import keys, sections
 from rlcore.errors import UserError
@@ -252,3 +253,18 @@ def test_a_run_directory_that_moved_goes_on(tmp_path):
     (tmp_path / "a" / "config.yaml").write_text(to_yaml(load([f"run_dir={tmp_path}/a", *BASE])))
     (tmp_path / "a").rename(tmp_path / "b")
     check_resume(load([f"run_dir={tmp_path}/b", "resume=auto"]))
+
+
+@pytest.mark.parametrize("paths", [(True, True), (True, False)])
+def test_a_run_of_version_0_2_is_read_and_goes_on(tmp_path, paths):
+    words = [f"run_dir={tmp_path}", *BASE, "actor=[bf16,fp8]"]
+    saved = yaml.safe_load(to_yaml(load(words)))
+    del saved["cluster"]["cpu_fast_paths"]
+    for actor, own in zip(saved["actor"].values(), paths, strict=True):
+        actor["cpu_fast_path"] = own
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
+    config = load([f"run_dir={tmp_path}", "resume=auto"])
+    check_resume(config)
+    assert (
+        config.cluster.cpu_fast_paths == recorded(tmp_path)["cluster.cpu_fast_paths"] == all(paths)
+    )
