@@ -18,12 +18,11 @@ def correction(t: Translator) -> None:
     """Choose `correction=[...]` with its settings."""
     chosen: dict[str, dict[str, Any]] = {}
     if ratio(t):
-        if t.source == "verl" and t.given.get(f"{_VERL}rollout_is"):
-            t.leave(
-                f"{_VERL}rollout_is",
-                "unread there, as bypass_mode has the ratio to the sampler in the loss",
-            )
-        chosen |= _rejections(t) if t.source == "verl" else {}
+        nearest = "correction=[mis] with algorithm.ratio_to=p_ref is nearest"
+        unread = "unread there, as bypass_mode has the ratio to the sampler in the loss"
+        for name, why in (("rollout_is", unread), ("rollout_rs", nearest)):
+            if t.source == "verl" and t.given.get(_VERL + name):
+                t.leave(_VERL + name, why)
     else:
         how = {
             "verl": _verl_weights,

@@ -273,7 +273,7 @@ def test_settings_that_a_script_unpacks_are_read_or_left_to_the_user(tmp_path):
     assert left["weight_sync_steps"].reason == "holds a variable: taken as 1"
 
 
-def test_a_rejection_next_to_verls_ratio_to_the_sampler_is_kept(tmp_path):
+def test_a_rejection_next_to_verls_ratio_to_the_sampler_is_the_users_choice(tmp_path):
     (script := tmp_path / "run.sh").write_text(
         f"{FULLY.rstrip()} --config-path=config --config-name='fully_async_ppo_trainer.yaml' "
         "rollout.test_freq=5 rollout.total_epochs=3 data.val_files=v.parquet "
@@ -282,10 +282,11 @@ def test_a_rejection_next_to_verls_ratio_to_the_sampler_is_kept(tmp_path):
     )
     found = translate(*read(str(script)))
     assert found.values["algorithm.ratio_to"] == "p_inf"
-    assert found.options["correction"] == ["mis"]
-    assert found.values["correction.mis.level"] == "geometric"
+    assert found.options["correction"] == ["none"]
     assert found.values["evaluation.every"] == 20  # 5 publications of 4 steps
-    left = {each.key for each in found.left}
+    said = {each.key: each.reason for each in found.left}
+    assert "correction=[mis] with algorithm.ratio_to=p_ref" in said[f"{CORRECTION}rollout_rs"]
+    left = set(said)
     assert not left & {"config_path", "config_name", "rollout.test_freq"}
     later = script.read_text().replace("rollout.test_freq=5", "trainer.test_freq=5")
     script.write_text(f"{later} trainer.save_freq=10")
