@@ -434,7 +434,19 @@ def port(offset: int) -> Part:
     return part
 
 
+def called(*words: str) -> Part:
+    """The configuration of a call from Python."""
+
+    def part(at: Path) -> object:
+        from rlcore.api import _config
+
+        return _config("train", ["experiment=quickstart", *words], at / "run", None)
+
+    return part
+
+
 REST: list[Case] = [
+    ("leave it out of the overrides", called("dry_run=true"), called()),
     ("names 1 configurations", drawn(labels=("x",)), drawn(labels=("x", "y"))),
     ("perhaps reward/mean", drawn(y=("reward/men",)), drawn(y=("reward/mean",))),
     ("finished a step", drawn(rows=[]), drawn()),
