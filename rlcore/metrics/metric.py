@@ -26,7 +26,7 @@ EXPLAINING = (
     *("mismatch/veto", "mismatch/unstored", "mismatch/unlikely", "mismatch/unknown"),
     *("mismatch/floor_tokens", "mismatch/floor_mass", "mismatch/fixed_share"),
     *("mismatch/repeated_share", "mismatch/bias2", "mismatch/variance_added", "mismatch/z_approx"),
-    *("mismatch/kappa", "mismatch/ais_alpha", "step_bound/floor", "step_bound/moved"),
+    *("mismatch/kappa", "mismatch/ais_alpha_", "step_bound/floor", "step_bound/moved"),
     *("train/acceptance_", "teacher/divergence_quarter_", "engine/", "colocated/", "publish/"),
     *("time/publish_receive", "time/publish_drain", "time/publish_stop", "time/fetch_s"),
     *("time/learner_", "time/shadow", "time/asleep", "time/sleep", "time/wake", "time/teacher_"),
