@@ -4,6 +4,7 @@ goes on from, the rate that would have held, and the record of rollbacks."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def _holding(config: RunConfig, rows: Sequence[Row], alarm: int) -> float | None
 
 def _stopped(config: RunConfig, error: Collapsed, times: int) -> Collapsed:
     run_dir = Path(config.run_dir)
-    rows = run_rows(run_dir)
+    rows, folder = run_rows(run_dir), shlex.quote(config.run_dir)
     left = checkpoint.set_aside(run_dir / "checkpoints", error.alarm)
     now = rate_of(config)
     lr = min(_holding(config, rows, error.alarm) or now, now / 2)
@@ -96,5 +97,5 @@ def _stopped(config: RunConfig, error: Collapsed, times: int) -> Collapsed:
         error.alarm,
         f"the policy fell by step {error.step}{fell}{again}; the first alarm was at step "
         f"{error.alarm} (schedule.on_collapse={config.schedule.on_collapse}). {last}; to go on "
-        f"from there: rlcore train run_dir={run_dir} resume=auto learner.lr={lr:g}",
+        f"from there: rlcore train run_dir={folder} resume=auto learner.lr={lr:g}",
     )

@@ -151,11 +151,7 @@ def centre_coefficients(mass: Tensor, p: Tensor, slope: Tensor | float = 1.0) ->
 
 
 def centre(
-    topk_ids: Tensor,
-    topk_logp_inf: Tensor,
-    logp_at: Tensor,
-    *,
-    weigh: WeighAt | None = None,
+    topk_ids: Tensor, topk_logp_inf: Tensor, logp_at: Tensor, *, weigh: WeighAt | None = None
 ) -> tuple[Tensor, Tensor]:
     """(c [..., k], S = sum c [...]) of each position (arXiv 2609.20807). A (c - S p), with c at the
     stored tokens, leaves the gradient in the logits of a token of advantage A.

@@ -5,14 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rlcore.corrections.numerics import (
-    Level,
-    finish,
-    importance_ratio,
-    inside,
-    require,
-    share,
-)
+from rlcore.corrections.numerics import Level, finish, importance_ratio, inside, require, share
 from rlcore.corrections.specs import CorrectionSpec, Statistics
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.lazy import torch
@@ -31,9 +24,7 @@ class MisSpec(CorrectionSpec):
     ratio of no sequence longer than one token."""
 
     method: ClassVar[str] = "rlcore.corrections.mis:Mis"
-    statistics: ClassVar[Statistics] = {
-        "masked_share": ("share", "tokens with weight 0"),
-    }
+    statistics: ClassVar[Statistics] = {"masked_share": ("share", "tokens with weight 0")}
     weighs: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 
@@ -105,12 +96,7 @@ class Mis(Correction):
         spec = self.spec
         # step.mask, not current.mask: a sequence's product is over all of its sampled tokens
         weight = mis(
-            step.logp_ref,
-            step.logp_inf,
-            step.mask,
-            low=spec.low,
-            high=spec.high,
-            level=spec.level,
+            step.logp_ref, step.logp_inf, step.mask, low=spec.low, high=spec.high, level=spec.level
         )
         metrics = {"masked_share": share(weight == 0, inside(step, current.mask), reduce)}
         at = self._at if spec.token_alone else None

@@ -31,7 +31,9 @@ LEAST = 0.02  # share of a step below which it is not taken, while others are in
 # Largest log ratio that counts, so that one wild token of a batch cannot stop a run: e^3 - 1 - 3 is
 # 16 nats. In a policy that moved, tokens beyond it carry nothing of the KL.
 _LARGEST = 3.0
+ERRORS = 2.0  # standard errors above a floor within which nothing is movement
 _UNIT = 2.0**-30  # of summed KL: integers add up to the bit in any order
+_SQUARE, _MOST = 2.0**-16, 2.0**14  # unit of squared KL of answers, and an answer's most
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Drift:
     kl: Sequence[Sequence[float]]  # nats, summed
     sampled: Sequence[float]  # [kinds]: all tokens, also those without a ratio
     answers: Sequence[float]  # [kinds]
+    squares: Sequence[float] = ()  # [kinds]: squared KL of the answers, summed; (): not known
 
     @property
     def count(self) -> float:
@@ -56,6 +59,12 @@ class Drift:
         """Mean sampled tokens of an answer, at most LONGEST; of one kind or of all."""
         part = slice(None) if kind is None else slice(kind, kind + 1)
         return min(sum(self.sampled[part]) / max(sum(self.answers[part]), 1.0), float(LONGEST))
+
+    def error(self, kind: int) -> float:
+        """Standard error of a kind's KL of a token, as a share of it; 0 where it is not known."""
+        kl, answers = sum(self.kl[kind]), max(self.answers[kind], 1.0)
+        known = self.squares[kind] if self.squares and kl > 0 else 0.0
+        return sqrt(max(0.0, known - kl**2 / answers)) / kl if known else 0.0
 
     def mean(self, values: Sequence[float]) -> float:
         """Mean over the tokens of a value by age; 0 without any."""
@@ -73,7 +82,7 @@ def drift_accumulate(
     kinds: Tensor | None = None,
     count: int = 1,
 ) -> Tensor:
-    """Statistics [2 * count * (AGES + 1)] float64 of some of a batch's sequences, to be summed with
+    """Statistics [count * (2 * AGES + 3)] float64 of some of a batch's sequences, to be summed with
     others'; `drift_values` reads them. Equal to the bit however a batch is divided.
 
     Log-probs, mask and `age` [B, T] int: steps since the policy that sampled the token, up to the
@@ -91,22 +100,25 @@ def drift_accumulate(
     sums = torch.zeros(2, count * AGES, dtype=torch.long, device=mask.device)
     sums[0].index_add_(0, cell, torch.ones_like(cell))
     sums[1].index_add_(0, cell, kl[on])
-    sizes = torch.zeros(2, count, dtype=torch.long, device=mask.device)
-    for row, values in zip(sizes, (wanted.sum(-1), wanted.any(-1))):
+    each = (torch.where(on, kl, 0).sum(-1).double() * _UNIT).clamp(max=_MOST).square() / _SQUARE
+    sizes = torch.zeros(3, count, dtype=torch.long, device=mask.device)
+    for row, values in zip(sizes, (wanted.sum(-1), wanted.any(-1), each.round())):
         row.index_add_(0, kind.long(), values.long())
     return torch.cat([sums.flatten(), sizes.flatten()]).double()
 
 
 def drift_values(statistics: Tensor, count: int = 1) -> Drift:
     """The drift of a batch from summed `drift_accumulate`. Waits for the device."""
-    length = 2 * count * (AGES + 1)
+    length = count * (2 * AGES + 3)
     require(
         statistics.shape == (length,),
         f"statistics has shape {list(statistics.shape)}, not [{length}].",
     )
-    cells, sizes = statistics.split([length - 2 * count, 2 * count])
+    cells, sizes = statistics.split([length - 3 * count, 3 * count])
     tokens, kl = cells.view(2, count, AGES)
-    return Drift(tokens.tolist(), (kl * _UNIT).tolist(), *sizes.view(2, count).tolist())
+    sampled, answers, squares = sizes.view(3, count)
+    rows = tokens, kl * _UNIT, sampled, answers, squares * _SQUARE
+    return Drift(*(row.tolist() for row in rows))
 
 
 class StepBound:
@@ -167,13 +179,15 @@ class StepBound:
         age was sampled."""
         metrics: dict[str, float] = {}
         excess, floors = 0.0, 0.0
-        stale = [age for age in range(AGES) if way[age]]
         for number, (tokens, kl) in enumerate(zip(drift.tokens, drift.kl, strict=True)):
             if not (count := sum(tokens)):
                 continue
             kind = self.kinds[number]
-            floor = self._update_floor(kind, tokens, kl, way)
-            own = max(0.0, sum(kl[age] - floor * tokens[age] for age in stale))
+            floor, seen = self._update_floor(kind, tokens, kl, way)
+            stale = sum(n for n, moved in zip(tokens, way) if moved)
+            error = drift.error(number) * sqrt(count / max(stale, 1.0) + count / max(seen, 1.0))
+            most = floor * (1.0 + ERRORS * error)
+            own = max(0.0, sum(k - most * n for k, n, moved in zip(kl, tokens, way) if moved))
             excess, floors = excess + own, floors + floor * count
             if kind:
                 metrics[f"answer_kl@{kind}"] = own / count * drift.length(number)
@@ -185,16 +199,16 @@ class StepBound:
 
     def _update_floor(
         self, kind: str, tokens: Sequence[float], kl: Sequence[float], way: Sequence[float]
-    ) -> float:
-        """KL of a fresh token of a kind, nats; 0 before one was seen. A token is fresh while no
-        step has moved the policy since, however old it is."""
-        fresh = [age for age in range(AGES) if tokens[age] and not way[age]]
+    ) -> tuple[float, float]:
+        """KL of a fresh token of a kind, nats, and the tokens that say so; 0 before one was seen. A
+        token is fresh while no step has moved the policy since, however old it is."""
+        fresh = [age for age, (n, moved) in enumerate(zip(tokens, way)) if n and not moved]
         old_kl, old = self._floors.get(kind, (0.0, 0.0))
         if fresh:
             own, count = (sum(values[age] for age in fresh) for values in (kl, tokens))
             old_kl, old = own + KEEP_FLOOR * old_kl, count + KEEP_FLOOR * old
             self._floors[kind] = old_kl, old
-        return old_kl / old if old else 0.0
+        return (old_kl / old if old else 0.0), old
 
     def _way(self, version: int, rate: float, ages: int) -> list[float]:
         """Summed lengths of the last 0, 1, ... steps before `version`; a step whose length is not

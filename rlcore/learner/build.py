@@ -250,12 +250,7 @@ class _Models:
         return self._ready(lm, None, rounded=False)
 
     def _ready(
-        self,
-        lm: nn.Module,
-        rule: SparseSpec | None,
-        replay: Replay | None = None,
-        *,
-        rounded: bool,
+        self, lm: nn.Module, rule: SparseSpec | None, replay: Replay | None = None, *, rounded: bool
     ) -> Policy:
         """The model as it will attend, for parts of its sequences where ranks hold those. Weights
         are rounded where the job has that and the model is to be `rounded`."""
@@ -273,13 +268,7 @@ class _Models:
         return Policy(lm, rule, replay, self._shards, layers)
 
     def _trained(
-        self,
-        lm: nn.Module,
-        rule: SparseSpec | None,
-        lora: LoraSpec | None,
-        *,
-        seed: str,
-        key: str,
+        self, lm: nn.Module, rule: SparseSpec | None, lora: LoraSpec | None, *, seed: str, key: str
     ) -> Policy:
         if lora is not None:
             if lora.publish == "merged":

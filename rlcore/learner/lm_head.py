@@ -391,21 +391,11 @@ class _HeadFunction(torch.autograd.Function):
             sketch = _score_chunks(out, hidden, weight, targets, ids, spec)
         kept = ids if spec.kept_sets else None
         ctx.save_for_backward(
-            hidden,
-            weight,
-            targets,
-            out.top,
-            out.total,
-            out.entropy,
-            out.inside,
-            kept,
+            *(hidden, weight, targets, out.top, out.total, out.entropy, out.inside, kept),
             ids if spec.ids_grad else None,
         )
         ctx.spec = spec
-        extras = (
-            *(out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage),
-            sketch,
-        )
+        extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage, sketch)
         through = out.at_ids if spec.ids_grad else None
         constant = (t for t in extras if t is not None and t is not through)
         ctx.mark_non_differentiable(*constant)

@@ -31,13 +31,7 @@ from rlcore.corrections.pipeline import Pipeline
 from rlcore.corrections.shadow import shadow_metrics
 from rlcore.files import replace_file
 from rlcore.interfaces import Corrected, Reduce
-from rlcore.learner.batch import (
-    PolicyScores,
-    StepBatch,
-    TokenTrace,
-    kept_set_metrics,
-    observed,
-)
+from rlcore.learner.batch import PolicyScores, StepBatch, TokenTrace, kept_set_metrics, observed
 from rlcore.learner.lm_head import HeadSpec, KlTarget
 from rlcore.learner.metric_sums import Declared, Sums
 from rlcore.learner.packing import KeptPasses, MicroBatch, dummy

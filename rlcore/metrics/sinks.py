@@ -341,11 +341,7 @@ class WandbSink(Sink):
     def _settings(self) -> Any:
         # Silent: the console belongs to the run's own table.
         return self._wandb.Settings(
-            silent=True,
-            console="off",
-            disable_git=True,
-            save_code=False,
-            init_timeout=60,
+            silent=True, console="off", disable_git=True, save_code=False, init_timeout=60
         )
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:

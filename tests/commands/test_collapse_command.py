@@ -94,6 +94,7 @@ def test_without_a_checkpoint_of_before_the_run_begins_anew(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("checkpoints", [(3, 5), ()])
 def test_stop_says_how_to_go_on_and_that_goes_on(tmp_path, monkeypatch, capsys, checkpoints):
+    tmp_path = tmp_path / "a run"
     attempts = Attempts(monkeypatch, lost=1, checkpoints=checkpoints)
     assert train(tmp_path, "schedule.on_collapse=stop") == 4
     said = capsys.readouterr().err
@@ -104,7 +105,7 @@ def test_stop_says_how_to_go_on_and_that_goes_on(tmp_path, monkeypatch, capsys, 
     assert last in said
     command = said.partition("to go on from there: rlcore ")[2].strip()
     # 6 nats after two steps of 1e-4, so 0.5 after two of 2.9e-5: its samples are one step old
-    assert command == f"train run_dir={tmp_path} resume=auto learner.lr=3e-05"
+    assert command == f"train run_dir={shlex.quote(str(tmp_path))} resume=auto learner.lr=3e-05"
     assert main(shlex.split(command)) == 0
     assert attempts.begun[1] == (3 if checkpoints else 0, 3e-5)
 

@@ -1,6 +1,8 @@
 """The step bound: what it measures of tensors, and the rule against a plant in plain Python."""
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +39,8 @@ def test_drift_is_the_kl_by_age_and_kind():
             cell = mask & (age == own) & (kinds == kind)[:, None]
             assert drift.kl[kind][own] == pytest.approx(float(expected[cell].sum()), abs=1e-8)
     assert drift.answers == [2, 3] and drift.sampled == [3, 12]
+    each = (expected * mask).sum(-1).square()
+    assert drift.squares == pytest.approx([float(each[:3].sum()), float(each[3:].sum())], abs=1e-4)
     assert drift.length() == 3.0 and drift.length(1) == 4.0
 
 
@@ -227,6 +231,49 @@ def test_a_floor_is_no_movement():
     assert set(on_policy.scales) == {1.0}
     late = [Plant(StepBound(0.5), 2, floor=f).run(40, 4e5) for f in (0.0, 0.05)]
     assert late[0].scales == pytest.approx(late[1].scales) and min(late[0].scales) < 0.5
+
+
+@pytest.mark.parametrize(("lag", "ages"), [(1, 1), (1, 2), (4, 1), (4, 5), (8, 1), (8, 9)])
+def test_what_a_floor_scatters_is_no_movement(lag, ages):
+    """Drafts have several nats an answer, a twentieth more or less in each batch. Steps that do
+    nothing to them would otherwise end at 0, since shorter ones make the same nats a larger
+    kappa."""
+    rng, means = random.Random(lag), {}
+    for known in (True, False):
+        rule, scales = StepBound(0.5), []
+        for now in range(200):
+            late = batch()
+            for age in range(max(0, min(now, lag) - ages + 1), min(now, lag) + 1):
+                late.tokens[0][age] = 900.0
+                late.kl[0][age] = 900.0 * rng.gauss(1.0, 0.05)
+            kl, sampled = sum(late.kl[0]), sum(late.tokens[0])
+            answers = sampled / 10.0
+            error = 0.05 * (900.0 / sampled) ** 0.5
+            squares = (kl**2 / answers + (error * kl) ** 2,) if known else ()
+            late = Drift(late.tokens, late.kl, [sampled], [answers], squares)
+            scales.append(rule.scale(now, 1e-3, late)[0])
+            rule.took(now, scales[-1] * 1e-3)
+        means[known] = sum(scales[100:]) / 100
+    assert means[True] > 0.9 and means[False] < 0.9 * means[True]
+
+
+def test_movement_is_seen_above_a_floor_s_scatter():
+    rule, error = StepBound(0.5), 0.1 * 2**0.5  # of either batch 0.1, and so of the difference
+    fresh, late = batch((0, 0, 1000, 0.2)), batch((0, 1, 1000, 0.6))
+    rule.scale(0, 1e-3, replace(fresh, squares=[400 + 20**2]))  # KL of 200 nats in 100 answers
+    rule.took(0, 1e-3)
+    _, row = rule.scale(1, 1e-3, replace(late, squares=[3600 + 60**2]))
+    assert row["answer_kl"] == pytest.approx(10 * (0.6 - 0.2 * (1 + 2 * error)))
+    assert row["floor"] == pytest.approx(0.2)
+
+
+def test_the_ages_that_a_batch_lacks_need_no_place():
+    """As the example of `Drift` has it."""
+    rule = StepBound(0.5)
+    rule.took(0, 1e-3)
+    drift = Drift(((90.0, 10.0),), ((0.0, 0.2),), (100.0,), (20.0,))
+    found, row = rule.scale(1, 1e-3, drift)
+    assert found == 1.0 and row["answer_kl"] == pytest.approx(0.2 / 100 * 5)
 
 
 def test_a_floor_that_rises_holds_steps_until_it_is_measured_again():

@@ -174,8 +174,8 @@ def stale_rows(rank: int, world: int, port: int, model: str) -> list[dict[str, f
     """Rows of three unbounded steps on the same six groups of version 0, divided among the
     ranks."""
     learner = LearnerRank(make_job(model, step_bound=None), make_place(rank, world, port))
-    rows = []
+    rows, groups = [], sampled(learner, 0, 0)
     for step in range(3):
-        learner.begin_phase([make_groups(6)[rank::world]])
+        learner.begin_phase([groups[rank::world]])
         rows.append(learner.train_step(step))
     return rows

@@ -6,10 +6,10 @@ import math
 import statistics
 from typing import NamedTuple
 
-from rlcore.corrections.step_bound import LONGEST
+from rlcore.corrections.step_bound import LEAST, LONGEST
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
-from rlcore.metrics.rules.base import RECENT, Fast, Rule, Window, held_out
+from rlcore.metrics.rules.base import BEST, RECENT, Fast, Rule, Window, held_out
 from rlcore.metrics.specs import WarningsSpec
 
 HOLDS = 0.5  # nats an answer that a rate is advised for
@@ -254,6 +254,7 @@ class NoSignal(Rule):
             self._equal(newest, spec)
             or self._nothing(newest, _absent(newest, 1 - spec.no_signal), spec)
             or self._nothing(window, _often(window), spec)
+            or self._held(window, spec)
         )
 
     def _equal(self, window: Window, spec: WarningsSpec) -> str | None:
@@ -281,12 +282,26 @@ class NoSignal(Rule):
             "correction/kept_share for tokens that are all masked",
         )
 
+    def _held(self, window: Window, spec: WarningsSpec) -> str | None:
+        scales = window.values("step_bound/scale")
+        if len(scales) < 2 * BEST or (left := statistics.fmean(scales)) >= LEAST:
+            return None
+        return self.sentence(
+            f"step_bound/scale is {number(left)} in the mean",
+            window,
+            spec,
+            "learner.step_bound leaves nothing of the steps; lower learner.lr or "
+            "schedule.max_staleness, or raise it where actors differ from the policy by design",
+        )
+
 
 def _absent(window: Window, least: float) -> str:
     """The quantity without which no step of the window taught, in words; "" none. `least`: of the
     tokens that stay in the loss."""
+    # a step that the bound holds has no rate, and `_held` judges it
+    rows = [row for row in window.rows if row.get("step_bound/scale") != 0]
     for name in ("grad_norm", "reward/std", "lr"):
-        found = [row[name] for row in window.rows if name in row]
+        found = [row[name] for row in rows if name in row]
         if len(found) == len(window.rows) and not any(found):
             return f"{name} is {'not finite' if found[-1] is None else '0'}"
     lost = window.values("mismatch/nonfinite_share")

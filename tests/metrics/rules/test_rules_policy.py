@@ -193,3 +193,17 @@ def test_advantages_that_compare_no_groups_learn_from_groups_of_equal_rewards():
     found = rows(8, **{"reward/equal_share": 1.0})
     assert "no_signal" in alarms(found)
     assert alarms(found, Course(staleness_bound=8, compares_groups=False)) == {}
+
+
+def test_steps_that_the_bound_holds_now_and_then_are_no_missing_signal():
+    """A few in a row are its way; a run of which it leaves nothing is not called healthy."""
+
+    def judged(held):
+        scale = {"step_bound/scale": lambda step: 0.0 if held(step) else 0.4}
+        found = rows(40, lr=lambda step: 0.0 if held(step) else 2e-5, **scale)
+        return alarms(found).get("no_signal")
+
+    assert judged(lambda step: step % 20 > 11) is None
+    alarm = judged(lambda step: step > 3)
+    assert alarm.step == 23 and "step_bound/scale is 0 in the mean" in alarm.text
+    assert "learner.step_bound leaves nothing" in alarm.text and "samples/" not in alarm.text
