@@ -351,6 +351,7 @@ def course_of(config: RunConfig) -> Course:
         takes_turns=bound.synchronous,
         compares_groups=advantage_class(config.algorithm.advantage).compares_group,
         lr=config.learner.lr,
+        waits=config.critic.warmup_steps if config.critic.trained else 0,
     )
 
 

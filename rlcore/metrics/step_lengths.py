@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
 from rlcore.metrics.rules.base import Course, Past
-from rlcore.metrics.rules.policy import HOLDS, answer_kl
+from rlcore.metrics.rules.policy import HOLDS, answer_kl, rounded_down
 
 BEYOND = 2.0  # nats an answer from which D no longer grows with the square of the rate
 SHORT = 0.5  # share of a rate below which a step is called short
@@ -33,8 +33,8 @@ class StepLengths:
         return math.sqrt(self.bound / self.kappa)
 
     def rate(self, staleness: float) -> float:
-        """The largest learning rate for samples so many steps old, to one digit."""
-        return float(f"{self.whole / (staleness + 1):.0e}")
+        """The largest learning rate for samples so many steps old, rounded down to two digits."""
+        return rounded_down(self.whole / (staleness + 1), 2)
 
     def staleness(self, lr: float) -> int:
         """The largest age in steps of samples at a learning rate; 0: none may be in flight."""

@@ -104,10 +104,10 @@ def test_stop_says_how_to_go_on_and_that_goes_on(tmp_path, monkeypatch, capsys, 
     last = f"Its last checkpoint before is {before}" if checkpoints else "It has no checkpoint"
     assert last in said
     command = said.partition("to go on from there: rlcore ")[2].strip()
-    # 6 nats after two steps of 1e-4, so 0.5 after two of 2.9e-5: its samples are one step old
-    assert command == f"train run_dir={shlex.quote(str(tmp_path))} resume=auto learner.lr=3e-05"
+    # 6 nats after two steps of 1e-4, so 0.5 after two of 2.89e-5: its samples are one step old
+    assert command == f"train run_dir={shlex.quote(str(tmp_path))} resume=auto learner.lr=2.8e-05"
     assert main(shlex.split(command)) == 0
-    assert attempts.begun[1] == (3 if checkpoints else 0, 3e-5)
+    assert attempts.begun[1] == (3 if checkpoints else 0, 2.8e-5)
 
 
 def test_the_rate_that_would_have_held_is_for_samples_as_old_as_the_schedule_lets_them_be(
@@ -116,7 +116,7 @@ def test_the_rate_that_would_have_held_is_for_samples_as_old_as_the_schedule_let
     Attempts(monkeypatch, lost=1)
     late = ("schedule.on_collapse=stop", "schedule=async", "schedule.max_staleness=8")
     assert train(tmp_path, *late) == 4
-    assert capsys.readouterr().err.strip().endswith("learner.lr=6e-06")
+    assert capsys.readouterr().err.strip().endswith("learner.lr=6.4e-06")
 
 
 def test_rollbacks_are_used_up_also_over_several_commands(tmp_path, monkeypatch, capsys):

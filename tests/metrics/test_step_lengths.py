@@ -81,7 +81,7 @@ def test_what_is_proposed_needs_no_bound():
     found, _ = bounded(1e9, lr, lag)
     assert min(row["step_bound/scale"] for row in found) < 0.5
     rate = step_lengths(found).rate(lag)
-    calm, _ = bounded(1e9, 0.95 * rate, lag)  # one digit: at most a twentieth too much
+    calm, _ = bounded(1e9, rate, lag)
     assert {row["step_bound/scale"] for row in calm} == {1.0}
 
 
@@ -97,6 +97,8 @@ def test_rates_and_ages_are_each_others():
     lengths = StepLengths(kappa=0.5 / 9e-5**2, bound=0.5)
     assert [lengths.rate(age) for age in (0, 2, 8)] == [9e-5, 3e-5, 1e-5]
     assert [lengths.staleness(rate) for rate in (9e-5, 3e-5, 1e-5, 1e-3)] == [0, 2, 8, 0]
+    # never above what fits
+    assert StepLengths(kappa=0.5 / 1.79e-4**2, bound=0.5).rate(0) == 1.7e-4
 
 
 def test_short_steps_are_told_once_and_then_by_their_share():
@@ -119,7 +121,7 @@ def test_fresher_samples_are_the_other_remedy():
     row = {"step": 9, "staleness/mean": 6.0, "step_bound/scale": 0.4, "step_bound/bound": 0.5}
     row |= {"step_bound/kappa": kappa, "step_bound/answer_kl": 1.0}
     said = ShortSteps(Course(staleness_bound=8, lr=1e-4)).add(row)
-    assert "learner.lr=4e-05" in said and "samples at most 2 steps old" in said
+    assert "learner.lr=3.5e-05" in said and "samples at most 2 steps old" in said
     turns = ShortSteps(Course(staleness_bound=8, lr=1e-4, takes_turns=True)).add(row)
     assert "samples at most" not in turns
 

@@ -35,6 +35,7 @@ class Course:
     takes_turns: bool = False  # generation and learning wait for each other by design
     compares_groups: bool = True  # advantages compare the samples of a group
     lr: float = 0.0  # learner.lr; 0: not known
+    waits: int = 0  # first steps in which a critic learns alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,13 @@ def answer_kl(row: Row, floor: float) -> float | None:
 def rate_that_holds(lr: float, nats: float) -> float:
     """The learning rate with which an answer's KL of `nats` would be HOLDS, rounded down to one
     digit."""
-    rate = lr * min(1.0, (HOLDS / nats) ** (1 / GROWTH))
-    place = 10.0 ** math.floor(math.log10(rate))
-    return float(f"{math.floor(rate / place + 1e-9) * place:.0e}")
+    return rounded_down(lr * min(1.0, (HOLDS / nats) ** (1 / GROWTH)), 1)
+
+
+def rounded_down(rate: float, digits: int) -> float:
+    """A rate above 0 with so many digits, at most itself."""
+    place = 10.0 ** (math.floor(math.log10(rate)) + 1 - digits)
+    return float(f"{math.floor(rate / place + 1e-9) * place:.{digits - 1}e}")
 
 
 class AnswerKl(Fast):
@@ -247,6 +251,8 @@ class NoSignal(Rule):
         return missing or ("" if window.past.taught else "no step had a gradient")
 
     def __call__(self, window: Window, spec: WarningsSpec) -> str | None:
+        rows = [row for row in window.rows if (row["step"] or 0) > window.course.waits]
+        window = Window(rows, window.course, window.past)
         newest = window.newest(RECENT)
         if len(newest.rows) < RECENT or newest.solved or spec.no_signal == self.off:
             return None

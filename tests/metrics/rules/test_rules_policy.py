@@ -207,3 +207,9 @@ def test_steps_that_the_bound_holds_now_and_then_are_no_missing_signal():
     alarm = judged(lambda step: step > 3)
     assert alarm.step == 23 and "step_bound/scale is 0 in the mean" in alarm.text
     assert "learner.step_bound leaves nothing" in alarm.text and "samples/" not in alarm.text
+
+
+def test_a_critic_that_learns_alone_is_no_missing_signal():
+    found = rows(40, **{name: lambda step: 0.3 * (step > 6) for name in ("grad_norm", "lr")})
+    assert "no_signal" in alarms(found)
+    assert alarms(found, Course(staleness_bound=8, waits=6)) == {}
