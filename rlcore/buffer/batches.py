@@ -376,8 +376,7 @@ class Batches:
                 raise LedgerError("buffer: uncommitted batches and live groups disagree")
 
     def check_group(self, entry: LiveGroup) -> None:
-        """Raise LedgerError unless a group is in the batches that it knows of, and waits if it
-        should."""
+        """Raise LedgerError unless a group is in its known batches, and waits if it should."""
         if any(entry.group_id not in self.taken.get(step, ()) for step in entry.taken_by):
             raise LedgerError("buffer: uncommitted batches and live groups disagree")
         if self.waiting().get(entry.group_id) != self._candidate(entry):

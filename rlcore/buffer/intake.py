@@ -85,8 +85,7 @@ class ArrivalTotals:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ArrivalTotals:
-        """The inverse of `state`; it reads states of earlier versions, too, whose sums are
-        numbers."""
+        """The inverse of `state`; reads states of earlier versions, too, whose sums are numbers."""
         return cls(**{**state, **{name: Fraction(state[name]) for name in _EXACT}})
 
 

@@ -331,8 +331,7 @@ Recover = Callable[[int, int, str], tuple[bytes, ...] | None]
 
 
 def lose_shard(buffer: ReplayBuffer, shard: str, recover: Recover) -> InFlight:
-    """Account for the loss of a shard's records; returns the samples to request from actors
-    again."""
+    """Account for the loss of a shard's records; returns the samples to request again."""
     live, promised = buffer.live, buffer.batches.promised()
     live.forget_shard(shard)
     again = []

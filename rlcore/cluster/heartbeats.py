@@ -89,8 +89,7 @@ class RayRoleWatch(RoleWatch):
             raise RoleLost(f"{who} did not answer for {key}={limit:g} s") from e
 
     async def _scorer_pid(self) -> int:
-        """The graders' process; one that does not answer is killed, whereupon Ray starts
-        another."""
+        """The graders' process; one that does not answer is killed, and Ray starts another."""
         limit = self._spec.hang_timeout_s
         for _ in range(RESTARTS):
             try:

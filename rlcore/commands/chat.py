@@ -22,6 +22,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.environments.protocol import Message
 from rlcore.errors import UserError
 from rlcore.learner.exporting import export_stored
+from rlcore.models.fresh import quiet_libraries
 from rlcore.models.text import (
     decode_response,
     encode_prompt,
@@ -128,9 +129,8 @@ class ChatModel:
         tokens of an answer."""
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
+        quiet_libraries()
         self._config = config
         self._tokenizer = load_tokenizer(path)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

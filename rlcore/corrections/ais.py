@@ -243,16 +243,6 @@ def _root(value: Number) -> Number:
     return value.sqrt() if isinstance(value, torch.Tensor) else sqrt(value)
 
 
-def share_by_size(
-    step: StepTensors, on: Tensor, reduce: SumReduce | None = None
-) -> tuple[Tensor, dict[str, float]]:
-    """`BreakEven.share` of a run's first step: the share of correction [B, T], and {"alpha",
-    "n_star"}. Waits for the device."""
-    seen = BreakEven(_AIS.cap)
-    seen.follow(step, on, reduce)
-    return seen.share(step, on, reduce)
-
-
 class Ais(Correction):
     """Weight `1 + alpha (min(p_ref/p_inf, cap) - 1)`, alpha estimated from the step (AIS eq. 12 to
     18), or by age from the batch's size and the N* of some 14 steps (`BreakEven`).

@@ -69,8 +69,7 @@ class Evaluator:
 
     @property
     def awaited(self) -> int | None:
-        """The version whose evaluation is running; its last samples may come from later
-        versions."""
+        """The version whose evaluation is running; its last samples may be of later versions."""
         return None if self._pending is None else self._pending.version
 
     def start(self, version: int) -> None:

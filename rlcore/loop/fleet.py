@@ -124,8 +124,7 @@ class Fleet:
         return took | {"wake_s": wake_s}
 
     async def sleep(self) -> dict[str, float]:
-        """Have every member free its memory; returns the slowest one's seconds and the least GiB
-        freed."""
+        """Have every member free its memory; the slowest one's seconds and the least GiB freed."""
         return await self._every(lambda client: client.sleep())
 
     async def _wake(self, what: Wake) -> dict[str, float]:

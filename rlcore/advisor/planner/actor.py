@@ -336,12 +336,6 @@ class RatedActor(SimulatedActor):
         self._stopped(drawing)
         super()._finish(drawing)
 
-    def _decoding_s(self) -> dict[str, float]:
-        return {
-            name: drawing.decoding_s + self._decoded_s - self._began[name][1]
-            for name, drawing in self._running.items()
-        }
-
     async def _disturbed(self, seconds: float) -> bool:
         """Decode for `seconds`, or until something reaches the actor; returns whether it did."""
         over: list[bool] = []

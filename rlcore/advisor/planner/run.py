@@ -239,9 +239,6 @@ class PlannedActor(RatedActor):
             raise RoleLost(f"its process died while the run waited for {what}")
         return answer
 
-    def _decoding_s(self) -> dict[str, float]:
-        return {}  # no request is ever late in a forecast
-
 
 class PlayingActor(PlannedActor):
     """Plays episodes. Between two turns a request is with its environment, and the engine keeps its
