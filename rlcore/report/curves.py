@@ -279,16 +279,24 @@ def _draw(drawn: Sequence[Curve], asked: Asked, target: Path, form: str) -> None
         if len(arms) > 1:
             shown = [panel.get_legend_handles_labels() for panel in panels]
             lines = {name: line for its, names in shown for line, name in zip(its, names)}
-            figure.legend(
-                [lines[arm] for arm in arms],
-                arms,
-                loc="outside upper center",
-                ncols=min(len(arms), 4),
-            )
+            _legend(figure, lines, arms)
         content = io.BytesIO()
         moment = {"Date": None} if form == "svg" else {"CreationDate": None}
         figure.savefig(content, format=form, metadata=moment)
     replace_file(target, content.getvalue())
+
+
+def _legend(figure: Any, lines: Mapping[str, Any], arms: Sequence[str]) -> None:
+    """The legend above the panels, in as many columns as the width allows; a name that is wider
+    than the figure is written smaller."""
+    for columns in range(min(len(arms), 4), 0, -1):
+        place = {"loc": "outside upper center", "ncols": columns}
+        legend = figure.legend([lines[arm] for arm in arms], arms, **place)
+        width = legend.get_window_extent().width / figure.bbox.width
+        if width <= 1:
+            return
+        legend.remove()
+    figure.legend([lines[arm] for arm in arms], arms, fontsize=9.5 / width, **place)
 
 
 MM_PER_INCH, PANEL_WIDE, PANEL_HIGH = 25.4, 3.4, 2.6  # inches
@@ -315,33 +323,20 @@ def _mean(values: Sequence[float | None]) -> Any:
 
 def _panel(panel: Any, its: Sequence[Curve], arms: Sequence[str]) -> None:
     metric = declared(its[0].metric)
-    least, most = (0.0, 1.0) if metric is not None and metric.unit == "share" else (None, None)
+    # an interval by Student's t may leave what a share can be
+    share = metric is not None and metric.unit == "share"
+    least, most = (0.0, 1.0) if share else (-math.inf, math.inf)
     for curve in its:
         place = arms.index(curve.arm)
         # Okabe and Ito's colours can be distinguished by colour-blind readers, and dashes in print
         color, style = COLORS[place % len(COLORS)], STYLES[place % len(STYLES)]
-        x = [point.x for point in curve.points]
-        panel.plot(
-            x, [p.y.mean for p in curve.points], style, color=color, label=curve.arm, linewidth=1.2
-        )
-        banded = [p for p in curve.points if p.y.low is not None]
-        if banded:
-            panel.fill_between(
-                [p.x for p in banded],
-                *(
-                    _within([getattr(p.y, end) for p in banded], least, most)
-                    for end in ("low", "high")
-                ),
-                color=color,
-                alpha=0.2,
-                linewidth=0,
-            )
-
-
-def _within(values: Sequence[float], least: float | None, most: float | None) -> list[float]:
-    """An interval by Student's t may leave what a share can be."""
-    low, high = -math.inf if least is None else least, math.inf if most is None else most
-    return [min(max(value, low), high) for value in values]
+        x, y = [point.x for point in curve.points], [point.y.mean for point in curve.points]
+        panel.plot(x, y, style, color=color, label=curve.arm, linewidth=1.2)
+        ends = [(p.x, p.y.low, p.y.high) for p in curve.points if p.y.low is not None]
+        if ends:
+            x, *band = zip(*ends)
+            low, high = ([min(max(value, least), most) for value in end] for end in band)
+            panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _titled(name: str) -> str:

@@ -7,6 +7,7 @@ program are in `assets/`.
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -345,13 +346,26 @@ def families(runs: Sequence[Run], stride: int) -> list[Family]:
         settings = {k: v for k, v in run.settings.items() if k not in SEED_KEYS}
         key = json.dumps(settings, sort_keys=True, default=str) if settings else str(place)
         found.setdefault(key, []).append(run)
+    names = [_named(its, SEED) for its in found.values()]
+    if len({*names}) < len(names):  # only their seeds tell them apart
+        names = [_named(its, "$") for its in found.values()]
     return [
-        Family(
-            its[0].name if len(its) == 1 else f"{its[0].name} and {len(its) - 1} more",
-            [Run(r.name, r.folder, thin(r.rows, stride), r.config) for r in its],
-        )
-        for its in found.values()
+        Family(name, [Run(r.name, r.folder, thin(r.rows, stride), r.config) for r in its])
+        for name, its in zip(names, found.values())
     ]
+
+
+SEED = r"(^|[_,/-])seed[-=]?\d+"  # in a folder's name, as sweeps give them
+
+
+def _named(runs: Sequence[Run], left_out: str) -> str:
+    """A name of runs that differ by their seed alone: the first's without its seed."""
+    first, bare = runs[0].name, re.sub(left_out, "", runs[0].name).strip("_,/-")
+    if len(runs) == 1:
+        return first
+    if bare in ("", first):
+        return f"{first} and {len(runs) - 1} more"
+    return f"{bare}, {len(runs)} seeds"
 
 
 def distinct(runs: list[Run]) -> list[Run]:

@@ -145,6 +145,33 @@ def test_axes_width_and_smoothing_are_the_readers(six, tmp_path):
     assert ">c<" in text  # a configuration that the first panel lacks
 
 
+def test_seeds_of_a_sweep_are_one_name_and_a_narrow_figure_has_it_whole(tmp_path):
+    arms = {f"correction.tis.cap-{cap}_learner.lr-0.0001": cap for cap in (1, 2)}
+    made = [
+        run(tmp_path / f"seed-{seed}_{name}", {"seed": seed, "cap": cap}, rows_of(0.1 * seed))
+        for name, cap in arms.items()
+        for seed in range(3)
+    ]
+    out = tmp_path / "f.svg"
+    assert main(["report", *made, "format=svg", "y=reward/mean", "width=86", f"out={out}"]) == 0
+    text = out.read_text()
+    assert all(f">{name}, 3 seeds<" in text for name in arms)
+    legend = text[text.index('<g id="legend_') :]
+    box = [float(x) for x in re.findall(r"[ML] ([\d.-]+) [\d.-]+ ", legend)]
+    assert min(box) >= 0 and max(box) <= 86 / 25.4 * 72
+
+
+def test_names_that_their_seeds_tell_apart_keep_them(tmp_path):
+    made = [
+        run(tmp_path / f"x-seed{seed}", {"seed": seed, "lr": seed // 2}, rows_of(0.1))
+        for seed in range(4)
+    ]
+    out = tmp_path / "f.csv"
+    assert main(["report", *made, "format=csv", f"out={out}"]) == 0
+    names = {row["configuration"] for row in table(out)}
+    assert names == {"x-seed0 and 1 more", "x-seed2 and 1 more"}
+
+
 def test_a_running_mean_is_of_the_points_before():
     curve = Curve("a", "reward/mean", [Point(x, Interval(x, None, None, 1)) for x in (1, 2, 3, 6)])
     assert [point.y.mean for point in smoothed(curve, 2).points] == [1, 1.5, 2.5, 4.5]
