@@ -1,5 +1,6 @@
-"""The cells of every notebook, run in order in one process with an event loop, as notebooks do."""
+"""Notebooks run, and hold what their cells show."""
 
+import ast
 import asyncio
 import json
 import math
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
+from notebooks import code_cells, digest
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
 DIAGNOSE = FOLDER / "diagnose.ipynb"  # trains nothing
 NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {DIAGNOSE})
@@ -17,9 +21,7 @@ NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {DIAGNOSE})
 
 def cells(notebook):
     """Code cells, of a run of two steps from a start that is hardly warmed up."""
-    found = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
-    assert not any(c["outputs"] for c in found)
-    texts = ["".join(c["source"]) for c in found]
+    texts = ["".join(cell["source"]) for cell in code_cells(json.loads(notebook.read_text()))]
     short = re.sub(r"\bSTEPS(, \w+)? = \d+", r"STEPS\1 = 2", texts[0])
     assert short != texts[0]
     small = ["model.warmup.steps=20", "model.fresh.layers=1", "evaluation.prompts=8"]
@@ -43,12 +45,29 @@ def execute(notebook):
     asyncio.run(loop())
 
 
+def shows(source):
+    tree = ast.parse(source)
+    called = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    return isinstance(tree.body[-1], ast.Expr) or not called.isdisjoint({"print", "rlcore.train"})
+
+
+@pytest.mark.parametrize("notebook", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_holds_what_its_present_cells_show(notebook):
+    """Else: `python docs/notebooks.py NAME`."""
+    text = notebook.read_text()
+    found = json.loads(text)
+    assert found["metadata"]["executed"] == digest(found)
+    assert all(cell["outputs"] for cell in code_cells(found) if shows("".join(cell["source"])))
+    kinds = {output["output_type"] for cell in code_cells(found) for output in cell["outputs"]}
+    assert kinds <= {"stream", "execute_result"}
+    assert not re.search(r"(?<![\w.<>:/])/[a-z]\w*/|Traceback", text)
+    assert len(text) < 200_000
+
+
 def test_the_notebook_on_samples_of_another_trainer_runs(monkeypatch, capsys):
     monkeypatch.chdir(FOLDER)
-    found = [c for c in json.loads(DIAGNOSE.read_text())["cells"] if c["cell_type"] == "code"]
-    assert not any(c["outputs"] for c in found)
     names = {}
-    for cell in found:
+    for cell in code_cells(json.loads(DIAGNOSE.read_text())):
         exec("".join(cell["source"]), names)
     # every other token is 0.3 nats off
     assert names["shown"]["kl_k3"] == pytest.approx(0.5 * (math.expm1(0.3) - 0.3), rel=0.3)
