@@ -17,7 +17,6 @@ from rlcore.corrections.numerics import (
     probability,
     ratio,
     require,
-    result_dtype,
     same_shape,
     total,
 )
@@ -213,36 +212,6 @@ def drpo(
     a = torch.where(usable, at_least_float32(advantages), 0.0)
     weight = ratio(difference).clamp(max=cap) * (1.0 - a.sign() * moved / delta)
     return finish(weight, usable, mask)
-
-
-def obrs_divergence(
-    topk_ids_inf: Tensor,
-    topk_logp_inf: Tensor,
-    logp_tgt_at_inf_ids: Tensor,
-    *,
-    lam: float = 1.0,
-) -> Tensor:
-    """KL(p_t || p_kept) [B, T] float32 in nats, from the actor's stored top k: how far the accepted
-    tokens are from the target.
-
-    `sum_x p_t log(p_t/p_kept)` over the stored tokens and one bin for all others, with `p_kept =
-    min(p_inf, p_t/lam)/Z` over the same bins. Never negative; exact when k is the vocabulary, and 0
-    when the distributions match. Arguments as in `obrs_normalizer`.
-    """
-    positive("lam", lam)
-    same_shape(
-        topk_ids_inf=topk_ids_inf,
-        topk_logp_inf=topk_logp_inf,
-        logp_tgt_at_inf_ids=logp_tgt_at_inf_ids,
-    )
-    first = first_occurrence(topk_ids_inf.long())
-    known = [probability(logp, first) for logp in (topk_logp_inf, logp_tgt_at_inf_ids)]
-    p_inf, p_tgt = (torch.cat([p, (1.0 - p.sum(-1, keepdim=True)).clamp(min=0)], -1) for p in known)
-    # p_t/p_kept = Z max(lam, p_t/p_inf)
-    z = torch.minimum(p_inf, p_tgt / lam).sum(-1)
-    rises = (p_tgt / p_inf.clamp(min=1e-6)).clamp(min=lam)
-    divergence = z.clamp(min=1e-6).log() + (p_tgt * rises.log()).sum(-1)
-    return divergence.clamp(min=0).to(result_dtype(topk_logp_inf))
 
 
 class Dppo(Correction):

@@ -34,7 +34,7 @@ from torch import Tensor
 from rlcore.corrections.ais import ais, ais_accumulate, ais_weight
 from rlcore.corrections.break_even import last_layer_sketch
 from rlcore.corrections.centre import centre
-from rlcore.corrections.dppo import dppo, drpo, obrs_divergence, topk_divergence
+from rlcore.corrections.dppo import dppo, drpo, topk_divergence
 from rlcore.corrections.drift import (
     policy_distance,
     policy_drift,
@@ -50,15 +50,18 @@ from rlcore.corrections.jackpot import (
     jackpot,
     jackpot_accumulate,
     jackpot_weight,
-    obrs_acceptance,
-    obrs_calibrate,
-    obrs_normalizer,
 )
 from rlcore.corrections.m2po import m2po
 from rlcore.corrections.minpro import minpro
 from rlcore.corrections.mis import mis
 from rlcore.corrections.mismatch import mismatch_accumulate, mismatch_values
 from rlcore.corrections.numerics import InvalidArgument, token_uniforms
+from rlcore.corrections.obrs import (
+    obrs_acceptance,
+    obrs_calibrate,
+    obrs_divergence,
+    obrs_normalizer,
+)
 from rlcore.corrections.opsm import opsm
 from rlcore.corrections.outliers import outliers
 from rlcore.corrections.rapid import best_of_group, rapid_advantages

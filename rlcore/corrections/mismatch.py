@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from rlcore.corrections.ais import AisSpec, ais
 from rlcore.corrections.dvp import DvpSpec
-from rlcore.corrections.jackpot import obrs_acceptance, obrs_calibrate, obrs_normalizer
 from rlcore.corrections.mis import MisSpec
 from rlcore.corrections.numerics import (
     CLAMP,
@@ -26,6 +25,7 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
+from rlcore.corrections.obrs import obrs_acceptance, obrs_calibrate, obrs_normalizer
 from rlcore.corrections.regimes import (
     agreement_by_stretch,
     fixed_share,

@@ -18,8 +18,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from rlcore.corrections.jackpot import obrs_acceptance
 from rlcore.corrections.numerics import total
+from rlcore.corrections.obrs import obrs_acceptance
 from rlcore.corrections.rapid import best_of_group
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import (
