@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from conftest import rows
+from tiny_mixture import tiny_mixture
 
 from rlcore.cli import main
-from rlcore.testing.experts import tiny_mixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from conftest import rows, without_times
 from test_train_tasks import processes
+from tiny_mixture import tiny_mixture
 
 from benchmarks.models.model_families import FAMILIES, write_folder
 from rlcore.cli import main
 from rlcore.commands import start_checks
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
-from rlcore.testing.experts import tiny_mixture
 
 GRADER = "def grade(item, response):\n    return min(1.0, response.count('1') / 4)\n"
 

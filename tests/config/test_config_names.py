@@ -15,7 +15,7 @@ MINE = '''
 from rlcore.objectives.advantages import Grpo
 from rlcore.objectives.losses import Reinforce
 from rlcore.rollout.request_book import BookedEngine
-from rlcore.testing.tabular import TabularEngine
+from tabular import TabularEngine
 
 
 class Mine(Reinforce):

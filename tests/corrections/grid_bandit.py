@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from correction_helpers import on_ranks
+from tabular import TabularEngine, TabularPolicy
 from torch import Tensor
 
 import rlcore.corrections.jackpot as jackpot_method
@@ -36,7 +37,6 @@ from rlcore.objectives.advantages import Rewards
 from rlcore.objectives.protocols import Advantage
 from rlcore.objectives.specs import ObjectiveSpec, loss_class
 from rlcore.testing.records import make_sampling
-from rlcore.testing.tabular import TabularEngine, TabularPolicy
 from rlcore.types import StepTensors
 
 V, T, DRAWS, PROMPT = 3, 2, 8, 3  # token 2 at the start ends its sequence

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from second_engine import Case, Engine, log_softmax
+from tabular import TabularEngine, TabularPolicy
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
@@ -25,7 +26,6 @@ from rlcore.learner.update import Update
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import load_object
 from rlcore.testing.records import make_sampling
-from rlcore.testing.tabular import TabularEngine, TabularPolicy
 from rlcore.types import StepTensors
 
 V, LONGEST = 4, 5

@@ -12,6 +12,7 @@ from typing import Any
 import forked
 import numpy as np
 import torch
+from tabular import StepEngine
 from timing import charge, free_port
 
 from rlcore.corrections.numerics import ONE_RANK
@@ -32,7 +33,6 @@ from rlcore.models.specs import FreshModelSpec
 from rlcore.objectives.specs import ObjectiveSpec, TeacherSpec
 from rlcore.registry import load_object
 from rlcore.testing.records import make_group, make_sampling, make_trajectory
-from rlcore.testing.tabular import StepEngine
 from rlcore.types import POLICY, Group, TokenScores
 
 ALPHABET = "0123456789=+"

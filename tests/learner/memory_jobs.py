@@ -17,6 +17,7 @@ from learner_helpers import (
     make_update,
     on_ranks,
 )
+from live_bytes import LiveBytes
 
 from rlcore.learner.engines.deepspeed_facts import learner_rank
 from rlcore.learner.packing import dummy
@@ -26,7 +27,6 @@ from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.sizes import ModelSizes, total
 from rlcore.models.specs import FreshModelSpec
-from rlcore.testing.live_bytes import LiveBytes
 
 SHAPE = FreshModelSpec(
     hidden_size=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate_size=768

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from learner_helpers import ALPHABET, make_groups
+from live_bytes import LiveBytes
 from rank_jobs import learner
 from timing import free_port
 
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
-from rlcore.testing.live_bytes import LiveBytes
 from rlcore.types import POLICY, WeightManifest
 from rlcore.weights.buckets import DiskTransport, ObjectStoreTransport
 from rlcore.weights.group import BroadcastGroup, Rendezvous

@@ -16,6 +16,7 @@ from learner_helpers import (
     sharp_policy,
     small_model,
 )
+from tabular import TabularEngine
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
@@ -29,7 +30,6 @@ from rlcore.learner.update import Update
 from rlcore.objectives.specs import ValueSpec
 from rlcore.objectives.values import estimates
 from rlcore.testing.records import make_group, make_trajectory
-from rlcore.testing.tabular import TabularEngine
 
 OPEN = 1e6
 F = torch.float64

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from learner_helpers import small_model
+from tiny_mixture import tiny_mixture
 
 from rlcore.errors import UserError
 from rlcore.learner.engines.model_parallel import ExpertParts, autoep_config, check_experts
 from rlcore.learner.policy import load_causal_lm
-from rlcore.testing.experts import tiny_mixture
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import pytest
 from learner_helpers import ALPHABET, make_groups, make_job, on_ranks, small_model
 from lora_jobs import LORA
 from rank_jobs import learner, share
+from tiny_mixture import tiny_mixture
 
 from rlcore.errors import StageError
 from rlcore.learner.exporting import export_stored
-from rlcore.testing.experts import tiny_mixture
 
 BF16 = {"dtype": "bfloat16", "zero_stage": 3}
 JOBS = {

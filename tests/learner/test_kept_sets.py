@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tabular import TabularEngine
 
 from rlcore.corrections.centre import CentreSpec
 from rlcore.corrections.numerics import ONE_RANK
@@ -19,7 +20,6 @@ from rlcore.learner.update import Update
 from rlcore.objectives.protocols import Advantage
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.testing.records import make_group, make_sampling, make_trajectory
-from rlcore.testing.tabular import TabularEngine
 
 V, DRAWS = 5, 8
 # token -> eighths, by state: what is not named was cut off

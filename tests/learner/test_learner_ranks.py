@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import rank_jobs as jobs
 from learner_helpers import ALPHABET, on_ranks, small_model
+from tiny_mixture import tiny_mixture
 
 from rlcore.learner.state_files import join_state, open_state
 from rlcore.models.folder import read_weights
-from rlcore.testing.experts import tiny_mixture
 
 pytestmark = pytest.mark.ranks
 

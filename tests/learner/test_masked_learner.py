@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 from learner_helpers import PlainEngine, make_job
+from masked_models import drawn, masked_engine, masked_requests, sharp_folder
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
 from rlcore.extras.diffusion.estimates import Estimate, MaskedEstimator, MaskedSequence
-from rlcore.extras.diffusion.testing import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.learner.batch import build_batch
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm

@@ -4,8 +4,8 @@ import masked_jobs as jobs
 import numpy as np
 import pytest
 from learner_helpers import on_ranks
+from masked_models import drawn, masked_engine, masked_requests, sharp_folder
 
-from rlcore.extras.diffusion.testing import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.testing.records import make_group
 
 pytestmark = pytest.mark.ranks

@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_helpers import PlainEngine, make_job
+from tiny_mixture import tiny_mixture
 
 from rlcore.attention.implementation import register
 from rlcore.attention.specs import SparseSpec
@@ -31,7 +32,6 @@ from rlcore.learner.probes import (
 )
 from rlcore.learner.recurrent import SequenceRows, separate
 from rlcore.learner.specs import LoraSpec
-from rlcore.testing.experts import tiny_mixture
 
 SMALL = {
     "vocab_size": 96,

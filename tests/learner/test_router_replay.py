@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from learner_helpers import make_job
+from tiny_mixture import tiny_mixture
 
 from rlcore.learner.build import reader_of
 from rlcore.learner.lm_head import HeadSpec
@@ -15,7 +16,6 @@ from rlcore.learner.parts.replay import Replay
 from rlcore.learner.policy import Policy
 from rlcore.learner.sequences import TokenSequence
 from rlcore.models.routes import ROUTES
-from rlcore.testing.experts import tiny_mixture
 from rlcore.testing.records import make_trajectory
 
 SPEC = HeadSpec(1.0, 64)

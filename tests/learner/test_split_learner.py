@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import split_jobs as jobs
 from learner_helpers import ALPHABET, on_ranks, small_model
-
-from rlcore.testing.experts import tiny_mixture
+from tiny_mixture import tiny_mixture
 
 pytestmark = pytest.mark.ranks
 

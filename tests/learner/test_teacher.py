@@ -21,6 +21,7 @@ from learner_helpers import (
     small_model,
     with_rewards,
 )
+from tabular import TabularEngine, TabularPolicy
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
@@ -34,7 +35,6 @@ from rlcore.learner.update import StepGradient, Update
 from rlcore.objectives.distillation import divergence
 from rlcore.objectives.specs import TeacherSpec
 from rlcore.testing.records import make_group, make_trajectory
-from rlcore.testing.tabular import TabularEngine, TabularPolicy
 from rlcore.types import TEACHER, TEACHER_S, Group
 
 F = torch.float64

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from learner_helpers import small_model
+from tiny_mixture import tiny_mixture
 
 from rlcore.errors import UserError
 from rlcore.learner.engines.model_parallel import TensorParts, check_layers
 from rlcore.learner.policy import load_causal_lm
-from rlcore.testing.experts import tiny_mixture
 
 
 @pytest.fixture(scope="module")

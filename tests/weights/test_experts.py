@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tiny_mixture import tiny_mixture
 
 from rlcore.models.folder import read_weights
-from rlcore.testing.experts import tiny_mixture
 from rlcore.weights.experts import as_held, engine_place, in_engine, single_shapes, singles
 
 

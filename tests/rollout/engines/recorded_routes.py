@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
+from tiny_mixture import tiny_mixture
+
 from rlcore.models.routes import ROUTES
 from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
-from rlcore.testing.experts import tiny_mixture
 from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine

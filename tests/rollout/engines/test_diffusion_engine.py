@@ -4,11 +4,11 @@ estimate, and weights change between two steps with proof of arrival."""
 import numpy as np
 import pytest
 import torch
+from masked_models import drawn, masked_engine, masked_requests, sharp_folder
 from transformers import AutoModelForCausalLM
 
 from rlcore.extras.diffusion.engine import Denoising
 from rlcore.extras.diffusion.estimates import Estimate
-from rlcore.extras.diffusion.testing import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.models.folder import read_weights
 from rlcore.models.specs import DiffusionSpec
 from rlcore.rollout.request_book import CoreRequest

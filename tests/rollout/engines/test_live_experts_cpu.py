@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from rlcore.testing.experts import tiny_mixture
+from tiny_mixture import tiny_mixture
 
 pytestmark = pytest.mark.engine
 

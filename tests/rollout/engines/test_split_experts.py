@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
+from tiny_mixture import tiny_mixture
+
 from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
-from rlcore.testing.experts import tiny_mixture
 from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.stream import whole
 

@@ -1,5 +1,5 @@
 """Bytes of tensors that are alive on the CPU, and the most there were: for comparisons with what
-`planner/memory.py` counts."""
+`rlcore/commands/memory.py` counts."""
 
 from __future__ import annotations
 
