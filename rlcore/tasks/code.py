@@ -11,7 +11,7 @@ from typing import Any
 from rlcore.errors import UserError
 from rlcore.graders.fences import find_program
 from rlcore.graders.programs.program_names import BadTests, program_tests
-from rlcore.graders.sandbox import LAYERS, Limits, Sandbox, SandboxError, available
+from rlcore.graders.sandbox import LAYERS, Limits, Outcome, Sandbox, SandboxError, available
 from rlcore.interfaces import Split
 from rlcore.tasks import proof
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
@@ -230,19 +230,23 @@ class CodeTask(RecordTask):
 
     def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
         """The grade, and the reason why a program did not pass: "" if it passed."""
-        tests = item.meta["tests"]
-        program, fenced = find_program(response, tests.names)
-        try:
-            outcome = self._started().run(program, tests)
-        except BaseException:
-            self._sandbox = None  # it has closed itself
-            raise
+        outcome, fenced = self._outcome(item, response)
         passed, why = outcome.passed, ""
         if not passed:
             why = f"{own_frames(outcome.output)}\n{outcome.why}".strip()
         elif not outcome.calls:
             passed, why = False, UNCALLED
         return weighted(passed, fenced, self._format_reward), why
+
+    def _outcome(self, item: Item, response: str) -> tuple[Outcome, bool]:
+        """The outcome of the response's program, and whether it was fenced."""
+        tests = item.meta["tests"]
+        program, fenced = find_program(response, tests.names)
+        try:
+            return self._started().run(program, tests), fenced
+        except BaseException:
+            self._sandbox = None  # it has closed itself
+            raise
 
     def _sandboxed(self) -> Sandbox:
         return Sandbox(self._limits, preamble=self.preamble, layers=self._layers)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlcore.graders.fences import find_program
 from rlcore.graders.sandbox import ProgramTests, Sandbox, available
 from rlcore.tasks import proof
 from rlcore.tasks.arguments import ArgumentError
@@ -137,13 +136,7 @@ class StdinCode(CodeTask):
         return proof.Claim(content, check)
 
     def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
-        tests = item.meta["tests"]
-        program, fenced = find_program(response, tests.names)
-        try:
-            outcome = self._started().run(program, tests)
-        except BaseException:
-            self._sandbox = None  # it has closed itself
-            raise
+        outcome, fenced = self._outcome(item, response)
         passed = outcome.passed and bool(outcome.calls)
         counted = PASSED.match(outcome.why)
         share = int(counted[1]) / int(counted[2]) if counted else float(passed)
