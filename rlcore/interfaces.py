@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "heldout"]
 Wake = Literal["weights", "all"]  # the memory that a sleeping engine takes back
-Grader = Callable[[Item, str], Grade]
 GivenTokens = tuple[np.ndarray, np.ndarray]  # token ids [L], and which were sampled [L] bool
 TeacherAnswer = tuple[np.ndarray, np.ndarray, np.ndarray]  # as `types.TEACHER` names them
 

@@ -38,7 +38,6 @@ class Counters:
     version: int = 0
     updates: int = 0
     busy_s: float = 0.0  # inside engine steps
-    update_stop_s: float = 0.0  # stopped for loading and verifying weights
     drain_s: float = 0.0  # draining before an update: old requests still decode, new ones wait
     # request id -> seconds it has decoded, of those that have a token; replaced, never changed
     decoding_s: dict[str, float] = field(default_factory=dict)
@@ -223,7 +222,6 @@ class Updates:
         if update.manifest is not None:
             verify_checksums(update.manifest, self._engine.checksums(update.manifest.checksums))
         stop_s = time.monotonic() - begun
-        self._counters.update_stop_s += stop_s
         self._counters.updates += 1
         self._counters.version = update.version
         return {"stop_s": stop_s, "drain_s": begun - update.begun}
