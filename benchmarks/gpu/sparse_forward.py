@@ -48,7 +48,8 @@ def tree(s: Setting, shape: dict[str, int]) -> None:
     and backward; then the cost of both, and of attention that computes the prompt for each answer.
     On a CPU forward alone: FlexAttention has no backward pass there.
     """
-    from rlcore.attention.shared_prefix import SharedRows, SharedTree, TreeRow
+    from rlcore.attention.shared_prefix import SharedRows, TreeRow
+    from rlcore.attention.shared_tree import SharedTree
 
     prompt, own = s.contexts[-1] // 2, s.contexts[-1] // 8
     ends = [prompt + own * (i + 1) for i in range(ANSWERS)]

@@ -58,10 +58,10 @@ LOADS = {
 
 def measured(args: argparse.Namespace, rank: Any, rounds: int) -> tuple[float, float]:
     """Median processor seconds (of a measurement, of a step without it)."""
-    from rlcore.learner import update
+    from rlcore.corrections import shadow
 
     batch, spent, steps = groups(args), [], []
-    plain = update.shadow_metrics
+    plain = shadow.shadow_metrics
 
     def timed(*given: Any) -> dict[str, float]:
         begin = time.process_time()
@@ -69,7 +69,7 @@ def measured(args: argparse.Namespace, rank: Any, rounds: int) -> tuple[float, f
         spent.append(time.process_time() - begin)
         return found
 
-    update.shadow_metrics = timed
+    shadow.shadow_metrics = timed
     try:
         for step in range(rounds + 2):  # the first two warm allocators up
             begin = time.process_time()
@@ -77,7 +77,7 @@ def measured(args: argparse.Namespace, rank: Any, rounds: int) -> tuple[float, f
             rank.train_step(step)
             steps.append(time.process_time() - begin - spent[-1])
     finally:
-        update.shadow_metrics = plain
+        shadow.shadow_metrics = plain
     return statistics.median(spent[2:]), statistics.median(steps[2:])
 
 

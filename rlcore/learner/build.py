@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlcore.attention.bitwise import WIDTHS, hold, machine_reason
 from rlcore.attention.specs import SparseSpec
+from rlcore.corrections.pipeline import Pipeline
 from rlcore.corrections.pipeline import build as build_pipeline
-from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.layer_kernels import compiled_layers, float8_layers, liger_layers
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import Layout, PassCosts
-from rlcore.learner.parts.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.parts.part import LearnerPart
-from rlcore.learner.parts.replay import Replay
-from rlcore.learner.parts.rounded import RoundedLayers
-from rlcore.learner.parts.sparse_copy import SparseCopy
-from rlcore.learner.parts.teacher import Teacher
 from rlcore.learner.policy import Attention, FrozenPolicy, Policy, load_causal_lm
 from rlcore.learner.probes import (
     CPU,
@@ -62,6 +56,8 @@ from rlcore.weights.experts import single_shapes
 
 if TYPE_CHECKING:
     from rlcore.learner.cpu.spare_cores import SpareCores
+    from rlcore.learner.parts.critic import ValueModel
+    from rlcore.learner.parts.replay import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +105,25 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     companions: list[Companion] = []
     critic = None
     if job.critic.trained:
+        from rlcore.learner.parts.critic import Critic
+
         own = spec.model_copy(update={"lr": job.critic.lr, "lora": job.critic.lora})
         values = engine_class(models.values(job.critic), own, job.total_steps, device)
         companions.append(critic := Critic(job.critic, values, engine, reduce))
     teacher = None
     if job.teacher.used:
+        from rlcore.learner.parts.teacher import Teacher
+
         teacher = Teacher(job, _teachers(job, models, engine, device), engine, reduce)
-    shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
+    shadows: dict[str, Pipeline] = {}
+    if job.shadow.lists:
+        from rlcore.corrections.shadow import build_shadows
+
+        shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
     update = Update(job, engine, frozen, pipeline, reduce, shadows, critic, teacher)
     if spec.distill is not None:
+        from rlcore.learner.parts.sparse_copy import SparseCopy
+
         # its optimizer is the policy's, with a rate of its own
         its_spec = spec.model_copy(update={"lr": spec.distill.lr})
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
@@ -220,6 +226,8 @@ class _Models:
 
     def values(self, spec: CriticSpec) -> ValueModel:
         """The critic's model, which attends densely."""
+        from rlcore.learner.parts.critic import ValueModel, freeze_trunk
+
         lm = self._load(self._job.model_path, None)
         self._share_too(lm, None)
         if spec.lora is not None:
@@ -258,6 +266,8 @@ class _Models:
             hold_in_parts(lm, self._shards, self._engine.split_attention, self._device)
         spec, layers = self._job.rounding, None
         if rounded and spec is not None:
+            from rlcore.learner.parts.rounded import RoundedLayers
+
             layers = RoundedLayers(lm, spec, model_path=self._job.model_path)
         if rounded and self._spec.fp8 != "none":
             float8_layers(lm, self._spec.fp8, emulate=self._device == CPU)
@@ -280,6 +290,8 @@ class _Models:
         # the frozen policy replays none: it chooses its own experts
         replay = None
         if self._spec.router_replay:
+            from rlcore.learner.parts.replay import Replay
+
             reason = against_replay(lm, self._device)
             self._require("learner.router_replay=true", reason, "learner.router_replay=false")
             replay = Replay(lm)
@@ -402,6 +414,8 @@ def refuse_other_names(lm: nn.Module, path: str) -> None:
 
 def _hold_bitwise(lm: Any, positions: int) -> None:
     """Raises UserError for a model or a machine that cannot compute so."""
+    from rlcore.attention.bitwise import WIDTHS, hold, machine_reason
+
     reason = machine_reason() or odd_attention(lm)
     width = getattr(lm.config.get_text_config(), "intermediate_size", 0)
     if reason is None and width % WIDTHS:

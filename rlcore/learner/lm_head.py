@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlcore.attention.bitwise import LEAST, linear
 from rlcore.corrections.break_even import last_layer_sketch
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.models.largest import largest_columns, row_maxima
-from rlcore.objectives.distillation import divergence, topk_divergence
 from rlcore.objectives.kl import distill_topk, full_kl
 from rlcore.objectives.specs import TeacherSpec
 from rlcore.types import TokenScores
@@ -156,6 +154,8 @@ def to_teacher(new: Tensor, teacher: Tensor | TopkTarget, spec: TeacherSpec) -> 
 
     With a teacher that is known at k tokens, `tail=sampled` leaves its estimate of the others out.
     """
+    from rlcore.objectives.distillation import divergence, topk_divergence
+
     if isinstance(teacher, TopkTarget):
         at = new.gather(1, teacher.ids.clamp_min(0))
         distance = topk_divergence(at, teacher.logp, teacher.ids, spec)
@@ -220,8 +220,11 @@ class _Buffers:
         if self.sums:
             return torch.mm(hidden, w, out_dtype=torch.float32, out=z).mul_(1.0 / temperature)
         if self.low is None:
-            if self.invariant and len(z) < LEAST:  # few rows would take another kernel
-                return z.copy_(linear(hidden, self.weight)).mul_(1.0 / temperature)
+            if self.invariant:
+                from rlcore.attention.bitwise import LEAST, linear
+
+                if len(z) < LEAST:  # few rows would take another kernel
+                    return z.copy_(linear(hidden, self.weight)).mul_(1.0 / temperature)
             return torch.addmm(z, hidden, w, beta=0.0, alpha=1.0 / temperature, out=z)
         low = torch.mm(hidden, w, out=self.low[: hidden.shape[0]])
         return torch.mul(low, 1.0 / temperature, out=z)

@@ -17,17 +17,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.attention.shared_prefix import SharedRows, SharedTree, TreeRow, blocks_of
+from rlcore.attention.shared_prefix import SharedRows, TreeRow, blocks_of
 from rlcore.interfaces import Reduce
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
 from rlcore.learner.specs import LearnerSpec
 from rlcore.types import PageRule
+
+if TYPE_CHECKING:
+    from rlcore.attention.shared_tree import SharedTree
 
 # Keys and values that attention reads again take less memory than the activations of a position
 _REPEATS = 4
@@ -304,8 +307,7 @@ def pack(
         work = sum(costs.plain(*_plain_shape(parts, batch, layout)) for batch in batches)
         work += costs.batch * (len(batches) - len(shared))
         if sum(map(costs.shared, trees)) < work:
-            kind = SharedTree if costs.by_mask else SharedRows
-            rows = [_shared_row(tree, kind, device) for tree in trees]
+            rows = [_shared_row(tree, device, by_mask=costs.by_mask) for tree in trees]
             return [_micro_batch(parts, b, row, device) for b, row in zip(shared, rows)]
     lay_out = _padded_rows if layout == "sorted" else _packed_row
     rows = [lay_out(_sequences(parts, batch), pad_id) for batch in batches]
@@ -405,9 +407,12 @@ def _packed_row(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
     return _Laid(input_ids, positions, places, starts=tuple((ends - lengths).tolist()))
 
 
-def _shared_row(
-    tree: PrefixTree, kind: type[SharedRows | SharedTree], device: torch.device | str
-) -> _Laid:
+def _shared_row(tree: PrefixTree, device: torch.device | str, *, by_mask: bool) -> _Laid:
+    kind: type[SharedRows | SharedTree] = SharedRows
+    if by_mask:
+        from rlcore.attention.shared_tree import SharedTree
+
+        kind = SharedTree
     rows = [TreeRow(path, first) for path, first in zip(tree.paths, tree.firsts)]
     shared = kind.of(rows, len(tree.tokens), device)
     return _Laid(tree.tokens[None], tree.depths[None], tree.paths, shared)

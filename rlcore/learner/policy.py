@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlcore.attention.implementation import SparseRows, register
 from rlcore.attention.shared_prefix import NO_MASK, SHARED_PREFIX
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import NAMES as PACKED
@@ -23,14 +22,15 @@ from rlcore.learner.packing import MicroBatch
 from rlcore.learner.ranks import Shards
 from rlcore.learner.recurrent import ARGUMENT as ROWS
 from rlcore.learner.recurrent import SequenceRows, separate
-from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.models.folder import refuse_odd_logits, register_architecture, without_dropout
 from rlcore.reasons import message_of
 from rlcore.types import TokenScores
 
 if TYPE_CHECKING:
+    from rlcore.attention.implementation import SparseRows
     from rlcore.learner.parts.replay import Replay
     from rlcore.learner.parts.rounded import RoundedLayers
+    from rlcore.learner.split_loading import Split
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -107,6 +107,8 @@ def _load_split(
     path: str | Path, config: Any, split: Split, device: torch.device
 ) -> nn.Module | None:
     """The divided model, or None where each rank has to read it whole."""
+    from rlcore.learner.split_loading import UnsplitNamesError, load_split
+
     try:
         return load_split(path, config, split, device)
     except UnsplitNamesError as e:
@@ -117,6 +119,8 @@ def _load_split(
 def _implementation(attention: Attention, sparse: bool) -> str:
     """The name of an attention in transformers."""
     if sparse:
+        from rlcore.attention.implementation import register
+
         return register(attention)
     packed = {"varlen": register_varlen, "fa4": register_fa4}
     return packed[attention]() if attention in packed else attention
@@ -129,6 +133,8 @@ _WITHOUT_POSITIONS = ("granitemoehybrid",)
 def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
     """How sparse attention reads a micro-batch: several right-padded rows, or one of packed
     sequences."""
+    from rlcore.attention.implementation import SparseRows
+
     cu_seqlens = None
     if mb.input_ids.shape[0] == 1:
         found = mb.starts or torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()

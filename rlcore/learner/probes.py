@@ -23,7 +23,6 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.learner.lora import adapted_layers, add_adapters, factors, merged
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
-from rlcore.learner.parts.replay import NONE, Replay
 from rlcore.learner.policy import Policy
 from rlcore.learner.ranks import Shards
 from rlcore.learner.sequences import TokenSequence
@@ -347,6 +346,8 @@ def against_rule(lm: Any, rule: SparseSpec) -> str | None:
 def against_replay(lm: Any, device: torch.device) -> str | None:
     """Why the choices of a mixture's routers cannot be replayed, or None. With the model's own
     experts a small model of its kind computes the plain pass, with others it does not."""
+    from rlcore.learner.parts.replay import NONE, Replay
+
     small = short_model(lm).to(device)
     replay = Replay(small)
     policy = Policy(small, None, replay)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,15 +28,12 @@ from torch import Tensor
 from rlcore.corrections.centre import Centred
 from rlcore.corrections.numerics import ONE_RANK, first_occurrence, total
 from rlcore.corrections.pipeline import Pipeline
-from rlcore.corrections.shadow import shadow_metrics
 from rlcore.files import replace_file
 from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import PolicyScores, StepBatch, TokenTrace, kept_set_metrics, observed
 from rlcore.learner.lm_head import HeadSpec, KlTarget
 from rlcore.learner.metric_sums import Declared, Sums
 from rlcore.learner.packing import KeptPasses, MicroBatch, dummy
-from rlcore.learner.parts.critic import Critic
-from rlcore.learner.parts.teacher import Teacher
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob
@@ -48,6 +45,10 @@ from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
 from rlcore.objectives.losses import coefficients, counts
 from rlcore.objectives.protocols import LossTensors, snapped
 from rlcore.types import StepTensors, TokenScores
+
+if TYPE_CHECKING:
+    from rlcore.learner.parts.critic import Critic
+    from rlcore.learner.parts.teacher import Teacher
 
 FILE = "update.json"  # of a saved state
 FLAT = "train/flat_positions"  # whose backward pass was left out
@@ -297,6 +298,8 @@ class Update:
         """Metrics of other lists of corrections on each n-th batch. Collective."""
         if not self._shadows or (tensors.step + 1) % self._shadow_every:
             return {}
+        from rlcore.corrections.shadow import shadow_metrics
+
         start = time.monotonic()
         found = shadow_metrics(self._shadows, tensors, executed, self.reduce, self._kinds)
         return found | {"time/shadow_s": time.monotonic() - start}

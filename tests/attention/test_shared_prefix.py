@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
-from rlcore.attention import shared_prefix
+from rlcore.attention import shared_tree
 from rlcore.attention.implementation import SparseRows, attend_rows
 from rlcore.attention.shared_prefix import (
     SharedRows,
-    SharedTree,
     TreeRow,
     UnsharedAttentionError,
     _attend,
     blocks_of,
 )
+from rlcore.attention.shared_tree import SharedTree
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner.packing import PrefixTree
 from rlcore.learner.sequences import TokenSequence
@@ -111,7 +111,7 @@ def test_blocks_of_a_tree_are_those_that_hold_a_visible_pair(sequences, prompt, 
     for path in map(torch.from_numpy, tree.paths):
         sees[path[:, None], path] = torch.ones(len(path), len(path), dtype=torch.bool).tril()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "BLOCK", block)
+        patch.setattr(shared_tree, "BLOCK", block)
         mask = _rows(tree, SharedTree).mask
     at = torch.arange(u)
     assert torch.equal(mask.mask_mod(0, 0, at[:, None], at), sees)
@@ -156,7 +156,7 @@ def test_a_compiled_kernel_that_skips_blocks_of_a_tree_gives_the_same(monkeypatc
     that are listed."""
     # the kernel for any size, which a second size in one process asks for, is no valid C++
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
-    monkeypatch.setattr(shared_prefix, "flex_kernel", lambda device: compiled)
+    monkeypatch.setattr(shared_tree, "flex_kernel", lambda device: compiled)
     prompt = list(range(300))
     tree = _tree([[*prompt, *range(400 + 9 * a, 550 + 20 * a)] for a in range(4)])
     mask = _rows(tree, SharedTree).mask

@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlcore.attention import varlen
-from rlcore.attention.shared_prefix import SharedTree
+from rlcore.attention.shared_tree import SharedTree
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import build
 from rlcore.learner.batch import PolicyScores

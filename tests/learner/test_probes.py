@@ -17,6 +17,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.learner import build, probes
 from rlcore.learner.engines.model_parallel import check_layers
+from rlcore.learner.parts.replay import Replay
 from rlcore.learner.policy import Policy
 from rlcore.learner.probes import (
     CPU,
@@ -248,7 +249,7 @@ def test_a_rule_that_changes_nothing_is_found():
 def test_experts_that_are_not_replayed_are_found(tmp_path, monkeypatch):
     lm = tiny_mixture(tmp_path, "0123456789+=", seed=3)
     assert against_replay(lm, CPU) is None
-    monkeypatch.setattr(probes.Replay, "_choose", lambda self, router, args, output: output)
+    monkeypatch.setattr(Replay, "_choose", lambda self, router, args, output: output)
     assert against_replay(lm, CPU) == "other experts change nothing"
 
 

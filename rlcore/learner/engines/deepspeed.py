@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,12 @@ from rlcore.learner.policy import FrozenPolicy, Policy
 from rlcore.learner.protocols import RateSchedule, TrainEngine
 from rlcore.learner.ranks import Shards
 from rlcore.learner.specs import LearnerSpec
-from rlcore.learner.split_loading import Split
 from rlcore.learner.state_files import Part, Schedule, Source
 from rlcore.types import TokenScores
 from rlcore.weights.experts import single_shapes, singles
+
+if TYPE_CHECKING:
+    from rlcore.learner.split_loading import Split
 
 
 def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
