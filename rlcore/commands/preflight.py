@@ -20,7 +20,6 @@ from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, rewards
 from rlcore.corrections.pipeline import Pipeline, build
-from rlcore.corrections.shadow import build_shadows, refuse_further_needs
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.errors import Faults, UserError
 from rlcore.files import not_here
@@ -312,6 +311,10 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
 def _check_shadows(config: RunConfig, pipeline: Pipeline) -> None:
     """Raise UserError for a list of correction.shadow that needs more than the run computes."""
     shadow, algorithm = config.correction.shadows, config.algorithm
+    if not shadow.lists:
+        return
+    from rlcore.corrections.shadow import build_shadows, refuse_further_needs
+
     shadows = build_shadows(shadow, config.seed, algorithm, config.strata)
     several = derived.plan(config).phases.steps > 1 and algorithm.ratio_to == "p_ref"
     refuse_further_needs(pipeline, shadows, scores_once=several)

@@ -22,7 +22,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from rlcore.config import resuming
 from rlcore.config.checks import check
 from rlcore.config.groups import (
     LABELLED,
@@ -178,13 +177,19 @@ def check_resume(config: RunConfig) -> None:
     """
     before = _begun_with(config)
     if before is not None:
+        from rlcore.config import resuming
+
         resuming.check_resume(before, config)
 
 
 def other_threads(config: RunConfig) -> str | None:
     """`config/resuming.py: other_threads`, against the run directory's own configuration."""
     before = _begun_with(config)
-    return None if before is None else resuming.other_threads(before, config)
+    if before is None:
+        return None
+    from rlcore.config import resuming
+
+    return resuming.other_threads(before, config)
 
 
 def _begun_with(config: RunConfig) -> RunConfig | None:

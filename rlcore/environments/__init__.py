@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlcore.environments.protocol import Environment
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.registry import load_object, missing_methods, resolve, signature_of
+
+if TYPE_CHECKING:
+    from rlcore.environments.protocol import Environment
 
 ENVIRONMENTS: dict[str, str] = {
     "alphabet_sort": "rlcore.environments.games:AlphabetSortGame",
@@ -46,6 +48,8 @@ def environment_maker(spec: EnvironmentSpec, task: Task) -> Callable[[], Environ
     Builds one at once, so that a wrong argument is refused. Raises UserError naming
     `environment.name` or `environment.args`.
     """
+    from rlcore.environments.protocol import Environment
+
     assert spec.name is not None
     cls = resolve(ENVIRONMENTS, spec.name, key="environment.name")
     if _written_for_trl(cls, spec):

@@ -19,7 +19,6 @@ from rlcore.weights.adapters import AdapterShape, adapter_shapes
 from rlcore.weights.arrival import PATCHES, EngineTransfer
 from rlcore.weights.blob import write_blob
 from rlcore.weights.manifest import check_shapes, tensor_checksum
-from rlcore.weights.rounding import precise_patterns, round_weights
 from rlcore.weights.specs import RoundingSpec
 from rlcore.weights.stream import whole
 
@@ -110,6 +109,10 @@ class WeightLoader:
 
     def _with_precise(self, layers: int) -> RoundingSpec:
         """The actor's rounding, without its last decoder layers."""
+        if self._actor.rounding == "none":
+            return self._actor
+        from rlcore.weights.rounding import precise_patterns
+
         kept = (*self._actor.keep_high_precision, *precise_patterns(self._shapes, layers))
         return self._actor.model_copy(update={"keep_high_precision": kept})
 
@@ -150,7 +153,11 @@ class WeightLoader:
 
     def _served(self, bucket: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A bucket as this kind of actor serves it."""
-        rounded = round_weights(bucket, self._rounding)
+        rounded = bucket
+        if self._rounding.rounding != "none":
+            from rlcore.weights.rounding import round_weights
+
+            rounded = round_weights(bucket, self._rounding)
         served = {n: t.to(self._dtype) for n, t in rounded.items()}
         for name, published in bucket.items():
             if served[name] is not published:
