@@ -27,7 +27,6 @@ from rlcore.metrics.sinks import (
     SamplesSink,
     Sink,
     StatusSink,
-    WandbSink,
     unguarded,
     wandb_mode,
 )
@@ -297,7 +296,7 @@ def open_logger(
         if spec.prometheus_port:
             sinks.append(_endpoint(run_dir, spec, total_steps))
         if wandb_mode(spec) != "disabled":
-            sinks.append(WandbSink(run_dir, spec, config))
+            sinks.append(_wandb(run_dir, spec, config))
     except BaseException:
         MetricsLogger(sinks).close()
         raise
@@ -337,6 +336,12 @@ def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:
 
     host, port = spec.prometheus_host, spec.prometheus_port
     return PrometheusSink(run_dir, total_steps, host=host, port=port)
+
+
+def _wandb(run_dir: Path, spec: LoggingSpec, config: Mapping[str, Any]) -> Sink:
+    from rlcore.metrics.trackers import WandbSink
+
+    return WandbSink(run_dir, spec, config)
 
 
 def _webhook(run_dir: Path, url: str) -> Sink:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.metrics.health import Alarm
-from rlcore.metrics.sinks import Calls, Sink
+from rlcore.metrics.sinks import Sink
+from rlcore.metrics.trackers import Calls
 
 POST_S = 10.0
 

@@ -24,8 +24,9 @@ from rlcore.metrics.digest import change, duration, number
 from rlcore.metrics.log import LogSink, read_log
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize
-from rlcore.metrics.sinks import TABLE_COLUMNS, SamplesSink, Sink, table_rows, wandb_mode
+from rlcore.metrics.sinks import SamplesSink, Sink, wandb_mode
 from rlcore.metrics.specs import LoggingSpec
+from rlcore.metrics.trackers import TABLE_COLUMNS, table_rows
 
 ROW = {
     "reward/mean": 0.25,
