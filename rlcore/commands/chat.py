@@ -8,6 +8,7 @@ Standard output has the answers alone, and standard error what is said about the
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -107,9 +108,8 @@ def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> in
         elif asked:
             further, remark = [*said, {"role": "user", "content": asked}], ""
             try:
-                found, remark = answer(
-                    further, lambda piece: print(piece, end="", file=out, flush=True)
-                )
+                with _shown(out) as show:
+                    found, remark = answer(further, show)
                 said = [*further, {"role": "assistant", "content": found}]
             except KeyboardInterrupt:
                 pass
@@ -119,6 +119,26 @@ def converse(answer: Answer, lines: TextIO, out: TextIO, prompt: str = "") -> in
             out.flush()
             if remark:
                 note(remark)
+
+
+@contextlib.contextmanager
+def _shown(out: TextIO) -> Iterator[Callable[[str], None]]:
+    """A function that writes a piece of an answer; it raises KeyboardInterrupt after a Ctrl-C.
+
+    Raised by the signal itself, an interrupt is lost where libraries' finalizers run.
+    """
+    noted: list[int] = []
+
+    def show(piece: str) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        print(piece, end="", file=out, flush=True)
+
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield show
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class ChatModel:
@@ -158,7 +178,7 @@ class ChatModel:
         self._asked = 0
 
     def answer(self, said: Sequence[Message], show: Callable[[str], None]) -> tuple[str, str]:
-        """A sampled answer, shown piece by piece, and why it was cut off, or "".
+        """A sampled answer, shown token by token, and why it was cut off, or "".
 
         Without a chat template the model reads the last question alone, as in training. Raises
         UserError for a conversation that fills the model.
@@ -188,9 +208,10 @@ class ChatModel:
                 return text, ""
             found.append(token)
             whole = decode_response(self._tokenizer, found)
-            if not whole.endswith("\ufffd"):  # a character of several tokens is not whole yet
-                show(whole[len(text) :])
-                text = whole
+            if whole.endswith("\ufffd"):  # a character of several tokens is not whole yet
+                whole = text
+            show(whole[len(text) :])
+            text = whole
             if any(stop in text for stop in self._config.rollout.stop):
                 return text, ""
             if len(found) == min(self._most, room):

@@ -70,6 +70,26 @@ def test_ctrl_c_and_a_refusal_end_an_answer_and_not_the_conversation(capsys):
     assert capsys.readouterr().err == "rlcore: refused.\nrlcore: cut off: here\n"
 
 
+def test_an_interrupt_in_a_finalizer_ends_the_answer():
+    """Python prints and drops an exception of a finalizer, and so the interrupt that it was."""
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    out = io.StringIO()
+
+    def answer(said, show):
+        show("half")
+        Finalized()
+        show("whole")
+        return "whole", ""
+
+    assert converse(answer, io.StringIO("one\n"), out) == 0
+    assert out.getvalue() == "half\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def talker(folder, tmp_path, most=12, temperature=1e-6):
     words = [f"model.path={folder}", "model=path", f"run_dir={tmp_path}"]
     config = load([*words, f"rollout.temperature={temperature}"])
