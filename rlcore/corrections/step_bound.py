@@ -33,7 +33,7 @@ LEAST = 0.02  # share of a step below which it is not taken, while others are in
 _LARGEST = 3.0
 ERRORS = 2.0  # standard errors above a floor within which nothing is movement
 _UNIT = 2.0**-30  # of summed KL: integers add up to the bit in any order
-_SQUARE, _MOST = 2.0**-16, 2.0**14  # unit of squared KL of answers, and an answer's most
+_SQUARE, _MOST = 2.0**-16, 2.0**14  # unit of squared KL of groups, and a group's most
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Drift:
     kl: Sequence[Sequence[float]]  # nats, summed
     sampled: Sequence[float]  # [kinds]: all tokens, also those without a ratio
     answers: Sequence[float]  # [kinds]
-    squares: Sequence[float] = ()  # [kinds]: squared KL of the answers, summed; (): not known
+    groups: Sequence[float] = ()  # [kinds]: of answers, whose KL is independent; (): not known
+    squares: Sequence[float] = ()  # [kinds]: squared KL of the groups, summed
 
     @property
     def count(self) -> float:
@@ -61,10 +62,13 @@ class Drift:
         return min(sum(self.sampled[part]) / max(sum(self.answers[part]), 1.0), float(LONGEST))
 
     def error(self, kind: int) -> float:
-        """Standard error of a kind's KL of a token, as a share of it; 0 where it is not known."""
-        kl, answers = sum(self.kl[kind]), max(self.answers[kind], 1.0)
-        known = self.squares[kind] if self.squares and kl > 0 else 0.0
-        return sqrt(max(0.0, known - kl**2 / answers)) / kl if known else 0.0
+        """Standard error of a kind's KL of a token, as a share of it; 1 for one group, 0 where it
+        is not known."""
+        kl, groups = sum(self.kl[kind]), self.groups[kind] if self.groups else 0.0
+        if not groups or not kl:
+            return 0.0
+        spread = max(0.0, self.squares[kind] - kl**2 / groups)
+        return sqrt(spread * groups / (groups - 1.0)) / kl if groups > 1 else 1.0
 
     def mean(self, values: Sequence[float]) -> float:
         """Mean over the tokens of a value by age; 0 without any."""
@@ -80,15 +84,16 @@ def drift_accumulate(
     *,
     inside: Tensor | None = None,
     kinds: Tensor | None = None,
+    groups: Tensor | None = None,
     count: int = 1,
 ) -> Tensor:
-    """Statistics [count * (2 * AGES + 3)] float64 of some of a batch's sequences, to be summed with
-    others'; `drift_values` reads them. Equal to the bit however a batch is divided.
+    """Statistics [count * (2 * AGES + 4)] float64 of some of a batch's sequences, to be summed with
+    others'; `drift_values` reads them. Equal to the bit however a batch is divided by groups.
 
     Log-probs, mask and `age` [B, T] int: steps since the policy that sampled the token, up to the
     one of `logp_ref`. `inside` [B, T] bool: tokens in the learner's safe set, None for all. `kinds`
-    [B] int in [0, count): kind of the actor of each sequence, None for one. Does not wait for the
-    device.
+    [B] int in [0, count): kind of the actor of each sequence, None for one. `groups` [B] int: equal
+    for answers to one prompt, which have errors in common; None: each is one.
     """
     same_shape(logp_ref=logp_ref, logp_inf=logp_inf, mask=mask, age=age)
     wanted = mask != 0
@@ -100,24 +105,39 @@ def drift_accumulate(
     sums = torch.zeros(2, count * AGES, dtype=torch.long, device=mask.device)
     sums[0].index_add_(0, cell, torch.ones_like(cell))
     sums[1].index_add_(0, cell, kl[on])
-    each = (torch.where(on, kl, 0).sum(-1).double() * _UNIT).clamp(max=_MOST).square() / _SQUARE
-    sizes = torch.zeros(3, count, dtype=torch.long, device=mask.device)
-    for row, values in zip(sizes, (wanted.sum(-1), wanted.any(-1), each.round())):
+    owner, some, squares = _of_groups(kind.long(), groups, wanted.any(-1), torch.where(on, kl, 0))
+    sizes = torch.zeros(4, count, dtype=torch.long, device=mask.device)
+    for row, values in zip(sizes[:2], (wanted.sum(-1), wanted.any(-1))):
         row.index_add_(0, kind.long(), values.long())
+    for row, values in zip(sizes[2:], (some, squares)):
+        row.index_add_(0, owner, values)
     return torch.cat([sums.flatten(), sizes.flatten()]).double()
+
+
+def _of_groups(
+    kind: Tensor, groups: Tensor | None, some: Tensor, kl: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each group of a kind: the kind, 1 if it has tokens, and its squared KL. All int64."""
+    own = torch.arange(len(kind), device=kind.device) if groups is None else groups.long()
+    keys, place = torch.unique(torch.stack([kind, own]), dim=1, return_inverse=True)
+    found = torch.zeros(2, keys.shape[1], dtype=torch.long, device=kind.device)
+    for row, values in zip(found, (some.long(), kl.sum(-1))):
+        row.index_add_(0, place, values)
+    squares = (found[1].double() * _UNIT).clamp(max=_MOST).square() / _SQUARE
+    return keys[0], (found[0] > 0).long(), squares.round().long()
 
 
 def drift_values(statistics: Tensor, count: int = 1) -> Drift:
     """The drift of a batch from summed `drift_accumulate`. Waits for the device."""
-    length = count * (2 * AGES + 3)
+    length = count * (2 * AGES + 4)
     require(
         statistics.shape == (length,),
         f"statistics has shape {list(statistics.shape)}, not [{length}].",
     )
-    cells, sizes = statistics.split([length - 3 * count, 3 * count])
+    cells, sizes = statistics.split([length - 4 * count, 4 * count])
     tokens, kl = cells.view(2, count, AGES)
-    sampled, answers, squares = sizes.view(3, count)
-    rows = tokens, kl * _UNIT, sampled, answers, squares * _SQUARE
+    sampled, answers, groups, squares = sizes.view(4, count)
+    rows = tokens, kl * _UNIT, sampled, answers, groups, squares * _SQUARE
     return Drift(*(row.tolist() for row in rows))
 
 
@@ -184,10 +204,11 @@ class StepBound:
                 continue
             kind = self.kinds[number]
             floor, seen = self._update_floor(kind, tokens, kl, way)
-            stale = sum(n for n, moved in zip(tokens, way) if moved)
-            error = drift.error(number) * sqrt(count / max(stale, 1.0) + count / max(seen, 1.0))
-            most = floor * (1.0 + ERRORS * error)
-            own = max(0.0, sum(k - most * n for k, n, moved in zip(kl, tokens, way) if moved))
+            stale = sum(n for n, moved in zip(tokens, way) if moved) or 1.0
+            nats = sum(k for k, moved in zip(kl, way) if moved)
+            error = drift.error(number) * sqrt(count / stale + count / max(seen, 1.0))
+            # of a scale between both batches': a floor of few groups may have been drawn low
+            own = max(0.0, nats - floor * stale - ERRORS * error * sqrt(floor * stale * nats))
             excess, floors = excess + own, floors + floor * count
             if kind:
                 metrics[f"answer_kl@{kind}"] = own / count * drift.length(number)

@@ -148,11 +148,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def weights(
-        self,
-        only: Collection[str] | None = None,
-        *,
-        on_device: bool = False,
-        wanted: bool = True,
+        self, only: Collection[str] | None = None, *, on_device: bool = False, wanted: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Every (Hugging Face name, whole CPU copy in the model's dtype), tied weights once; `only`
         those named, if any are. `on_device`: where the model is, possibly its own tensor, which
@@ -171,11 +167,7 @@ class TrainEngine(ABC):
         )
 
     def adapter(
-        self,
-        only: Collection[str] | None = None,
-        *,
-        on_device: bool = False,
-        wanted: bool = True,
+        self, only: Collection[str] | None = None, *, on_device: bool = False, wanted: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Optional, with `adapter_shapes`. Every (name, whole copy in float32) of the adapter's
         factors as they are published (`weights/adapters.py`); arguments and ranks as in

@@ -69,7 +69,8 @@ class BoundedSteps(LearnerPart):
             raise RuntimeError("a step is bounded before its batch has been scored")
         age = torch.where(sent.mask, self._since - sent.token_version.long(), 0)
         count = len(self._labels)
-        which: dict[str, Any] = {"inside": ref.inside, "kinds": sent.kinds, "count": count}
+        which: dict[str, Any] = {"kinds": sent.kinds, "groups": sent.group_ids, "count": count}
+        which["inside"] = ref.inside
         statistics = drift_accumulate(ref.logp, sent.logp_inf, sent.mask, age, **which)
         drift = drift_values(reduce(statistics), count)
         rate = self._last if self._rule.bound is None else engine.rate() * wanted

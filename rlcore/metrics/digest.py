@@ -272,11 +272,7 @@ class Digest:
             sizes = self._sizes
             found += [
                 Figure(
-                    f"eval {n}",
-                    last[n],
-                    number(first.get(n)),
-                    share=n in sizes,
-                    size=sizes.get(n),
+                    f"eval {n}", last[n], number(first.get(n)), share=n in sizes, size=sizes.get(n)
                 )
                 for n in self.shown(last)
             ]

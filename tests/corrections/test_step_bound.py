@@ -39,9 +39,14 @@ def test_drift_is_the_kl_by_age_and_kind():
             cell = mask & (age == own) & (kinds == kind)[:, None]
             assert drift.kl[kind][own] == pytest.approx(float(expected[cell].sum()), abs=1e-8)
     assert drift.answers == [2, 3] and drift.sampled == [3, 12]
-    each = (expected * mask).sum(-1).square()
-    assert drift.squares == pytest.approx([float(each[:3].sum()), float(each[3:].sum())], abs=1e-4)
-    assert drift.length() == 3.0 and drift.length(1) == 4.0
+    each = (expected * mask).sum(-1)
+    squares = [float(e.square().sum()) for e in (each[:3], each[3:])]
+    assert drift.squares == pytest.approx(squares, abs=1e-4) and drift.groups == [2, 3]
+    groups = torch.tensor([7, 7, 8, 8, 9, 9])  # one of them has answers of both kinds
+    again = drift_accumulate(ref, inf, mask, age, kinds=kinds, groups=groups, count=2)
+    a, b, c, d = (float(e) for e in (each[1], each[2], each[3], each[4] + each[5]))
+    assert drift_values(again, 2).groups == [2, 2]
+    assert drift_values(again, 2).squares == pytest.approx([a**2 + b**2, c**2 + d**2], abs=1e-4)
 
 
 def test_tokens_without_a_ratio_count_for_the_length_alone():
@@ -249,8 +254,9 @@ def test_what_a_floor_scatters_is_no_movement(lag, ages):
             kl, sampled = sum(late.kl[0]), sum(late.tokens[0])
             answers = sampled / 10.0
             error = 0.05 * (900.0 / sampled) ** 0.5
-            squares = (kl**2 / answers + (error * kl) ** 2,) if known else ()
-            late = Drift(late.tokens, late.kl, [sampled], [answers], squares)
+            squares = (kl**2 / answers + (error * kl) ** 2,)
+            groups = [answers] if known else ()
+            late = Drift(late.tokens, late.kl, [sampled], [answers], groups, squares)
             scales.append(rule.scale(now, 1e-3, late)[0])
             rule.took(now, scales[-1] * 1e-3)
         means[known] = sum(scales[100:]) / 100
@@ -259,11 +265,11 @@ def test_what_a_floor_scatters_is_no_movement(lag, ages):
 
 def test_movement_is_seen_above_a_floor_s_scatter():
     rule, error = StepBound(0.5), 0.1 * 2**0.5  # of either batch 0.1, and so of the difference
-    fresh, late = batch((0, 0, 1000, 0.2)), batch((0, 1, 1000, 0.6))
-    rule.scale(0, 1e-3, replace(fresh, squares=[400 + 20**2]))  # KL of 200 nats in 100 answers
+    fresh, late = batch((0, 0, 1010, 0.2)), batch((0, 1, 1010, 0.8))  # nats: 202 and 808
+    rule.scale(0, 1e-3, replace(fresh, groups=[101], squares=[404 + 20.2**2 / 1.01]))
     rule.took(0, 1e-3)
-    _, row = rule.scale(1, 1e-3, replace(late, squares=[3600 + 60**2]))
-    assert row["answer_kl"] == pytest.approx(10 * (0.6 - 0.2 * (1 + 2 * error)))
+    _, row = rule.scale(1, 1e-3, replace(late, groups=[101], squares=[6464 + 80.8**2 / 1.01]))
+    assert row["answer_kl"] == pytest.approx(10 * (0.6 - 2 * error * (0.2 * 0.8) ** 0.5))
     assert row["floor"] == pytest.approx(0.2)
 
 
