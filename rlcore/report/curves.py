@@ -334,9 +334,9 @@ def _panel(panel: Any, its: Sequence[Curve], arms: Sequence[str]) -> None:
         panel.plot(x, y, style, color=color, label=curve.arm, linewidth=1.2)
         ends = [(p.x, p.y.low, p.y.high) for p in curve.points if p.y.low is not None]
         if ends:
-            x, *band = zip(*ends)
+            at, *band = zip(*ends)
             low, high = ([min(max(value, least), most) for value in end] for end in band)
-            panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+            panel.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _titled(name: str) -> str:
