@@ -382,6 +382,7 @@ STUDY = Study(
     run=run,
     key=lambda line: (line["arm"], line["regime"], line["seed"]),
     tables=tables,
+    part=lambda key: key[-1],  # runs are compared by seed
     stopped=refuted,
     sources=SOURCES,
     pilot=PILOT,
