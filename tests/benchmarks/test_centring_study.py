@@ -45,7 +45,7 @@ def test_where_no_rate_holds_the_study_does_not_start(monkeypatch):
     out = [pilot(rate, 101, highest=0.81) for rate in study.RATES]
     assert left(out) == [] and study.chosen(out) is None
     assert study.pilot_table(out)[-1] == "Of the pilot: no rate holds."
-    monkeypatch.setattr(study, "pilot_lines", lambda model: out)
+    monkeypatch.setattr(study, "pilots", lambda: out)
     assert study.STUDY.stopped([])
     with pytest.raises(RuntimeError, match="chosen no rate"):
         study.run(next(study.cells()), None)
@@ -63,7 +63,7 @@ def test_a_study_begins_with_its_pilot(monkeypatch):
 def settled(monkeypatch):
     """A pilot that has chosen a rate."""
     found = [pilot(study.RATES[0], seed) for seed in study.PILOT_SEEDS]
-    monkeypatch.setattr(study, "pilot_lines", lambda model: found)
+    monkeypatch.setattr(study, "pilots", lambda: found)
 
 
 def verdicts(found):
