@@ -394,7 +394,14 @@ class _HeadFunction(torch.autograd.Function):
             sketch = _score_chunks(out, hidden, weight, targets, ids, spec)
         kept = ids if spec.kept_sets else None
         ctx.save_for_backward(
-            *(hidden, weight, targets, out.top, out.total, out.entropy, out.inside, kept),
+            hidden,
+            weight,
+            targets,
+            out.top,
+            out.total,
+            out.entropy,
+            out.inside,
+            kept,
             ids if spec.ids_grad else None,
         )
         ctx.spec = spec

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -69,9 +69,16 @@ class BoundedSteps(LearnerPart):
             raise RuntimeError("a step is bounded before its batch has been scored")
         age = torch.where(sent.mask, self._since - sent.token_version.long(), 0)
         count = len(self._labels)
-        which: dict[str, Any] = {"kinds": sent.kinds, "groups": sent.group_ids, "count": count}
-        which["inside"] = ref.inside
-        statistics = drift_accumulate(ref.logp, sent.logp_inf, sent.mask, age, **which)
+        statistics = drift_accumulate(
+            ref.logp,
+            sent.logp_inf,
+            sent.mask,
+            age,
+            inside=ref.inside,
+            kinds=sent.kinds,
+            groups=sent.group_ids,
+            count=count,
+        )
         drift = drift_values(reduce(statistics), count)
         rate = self._last if self._rule.bound is None else engine.rate() * wanted
         found, metrics = self._rule.scale(step, rate, drift, since=self._since)

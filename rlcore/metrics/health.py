@@ -45,9 +45,22 @@ from rlcore.metrics.specs import WarningsSpec
 RULES: dict[str, Rule] = {
     rule.bound: rule
     for rule in (
-        *(AnswerKl(), EffectiveSamples(), Fallen(), HeldOutFallen(), CutOff(), NoSignal()),
-        *(EntropyGone(), EntropyRise(), LengthGone(), Acceptance(), ClipShare(), StalenessShare()),
-        *(LearnerIdle(), EngineIdle(), FailedScores(), Flat()),
+        AnswerKl(),
+        EffectiveSamples(),
+        Fallen(),
+        HeldOutFallen(),
+        CutOff(),
+        NoSignal(),
+        EntropyGone(),
+        EntropyRise(),
+        LengthGone(),
+        Acceptance(),
+        ClipShare(),
+        StalenessShare(),
+        LearnerIdle(),
+        EngineIdle(),
+        FailedScores(),
+        Flat(),
     )
 }
 MISSING = 0.1  # share of steps that may lack a metric that a rule needs
