@@ -288,15 +288,16 @@ def _draw(drawn: Sequence[Curve], asked: Asked, target: Path, form: str) -> None
 
 def _legend(figure: Any, lines: Mapping[str, Any], arms: Sequence[str]) -> None:
     """The legend above the panels, in as many columns as the width allows; a name that is wider
-    than the figure is written smaller."""
+    than the figure is written smaller. Widths differ by some percent where another font or
+    resolution shows them."""
     for columns in range(min(len(arms), 4), 0, -1):
         place = {"loc": "outside upper center", "ncols": columns}
         legend = figure.legend([lines[arm] for arm in arms], arms, **place)
         width = legend.get_window_extent().width / figure.bbox.width
-        if width <= 1:
+        if width <= 0.95:
             return
         legend.remove()
-    figure.legend([lines[arm] for arm in arms], arms, fontsize=9.5 / width, **place)
+    figure.legend([lines[arm] for arm in arms], arms, fontsize=9.0 / width, **place)
 
 
 MM_PER_INCH, PANEL_WIDE, PANEL_HIGH = 25.4, 3.4, 2.6  # inches

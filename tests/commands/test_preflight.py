@@ -131,7 +131,7 @@ def test_nobody_asks_the_tokenizer_for_its_pad_token_directly():
     sources = Path(rlcore.__file__).parent.rglob("*.py")
     users = {p.name for p in sources if "tokenizer.pad_token_id" in p.read_text()}
     # what replaces a missing one, and what makes models of one
-    assert users == {"text.py", "fresh.py", "llada.py", "experts.py"}
+    assert users == {"text.py", "fresh.py", "llada.py"}
 
 
 def _file(tmp_path):
