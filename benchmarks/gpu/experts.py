@@ -191,7 +191,8 @@ def log_probs(
     """Of the samples in order, on the CPU; the share of pairs whose experts differ."""
     from rlcore.learner.lm_head import HeadSpec
     from rlcore.learner.packing import pack
-    from rlcore.learner.policy import Policy, Replay, load_causal_lm
+    from rlcore.learner.parts.replay import Replay
+    from rlcore.learner.policy import Policy, load_causal_lm
 
     name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
     lm = load_causal_lm(model, name, "sdpa").to(s.device).train()

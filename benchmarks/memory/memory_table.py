@@ -20,10 +20,10 @@ from benchmarks.harness import table
 from rlcore.learner.engines.deepspeed_facts import learner_host, learner_rank
 from rlcore.learner.engines.deepspeed_specs import OffloadSpec
 from rlcore.learner.specs import LearnerSpec
-from rlcore.learner.split_loading import meta_shapes
 from rlcore.models.sizes import GIB, ModelSizes, total
 from rlcore.rollout.engines.vllm_facts import VllmFacts
 from rlcore.rollout.specs import ActorSpec
+from rlcore.weights.experts import single_shapes
 
 BUCKET = 512 << 20
 OFFLOAD = OffloadSpec(optimizer="cpu", parameters="cpu")
@@ -54,6 +54,21 @@ def sizes(name: str) -> ModelSizes:
         **COMMON,
     )
     return ModelSizes.of(config.to_dict(), meta_shapes(config))
+
+
+def meta_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every weight of the causal LM of a transformers configuration,
+    tied ones once, as a model folder names them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    lm.tie_weights()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, p in lm.named_parameters():
+        shapes |= single_shapes(name, tuple(p.shape))
+    return shapes
 
 
 def rows() -> list[dict[str, Any]]:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CORRECTIONS, Stratum
-from rlcore.learner import limits
-from rlcore.learner import policy as policy_module
+from rlcore.learner import limits, split_loading
 from rlcore.learner.batch import PolicyScores, build_batch
 from rlcore.learner.engines.deepspeed import ZeroEngine
 from rlcore.learner.lm_head import HeadSpec
@@ -620,7 +619,7 @@ def divided(
     for how, stage in (("whole", 2), ("divided", 3)):
         held: list[tuple[int, int]] = []
 
-        policy_module.load_split = partial(_load_recorded, held)
+        split_loading.load_split = partial(_load_recorded, held)
         one = learner(rank, world, port, model, zero_stage=stage, kl_coef=0.1, temperature=1.0)
         frozen = one._update.frozen
         head = HeadSpec(1.0, 64)
